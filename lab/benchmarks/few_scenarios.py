@@ -1,6 +1,6 @@
 """Plans for few scenarios: `latency_optimal` against EPLB and the greedy, on domains and chunks that no plan has seen.
 
-    COTERIE_DATA=… python lab/benchmarks/few_scenarios.py [--splits 20] [--first-seed 300] [--traffic …] [--json FILE]
+    COTERIE_DATA=… python lab/benchmarks/few_scenarios.py [--splits 20] [--first-seed 300] [--traffic …] [--paid]
 
 Every split draws the scenarios to plan on and those to score on anew. A line is a cell: the balancedness of the three
 plans on the scored scenarios, and the difference to the better of EPLB and the greedy in this cell, with its 95%
@@ -10,7 +10,6 @@ interval over splits. Wrong to read as time: only tokens are counted.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -159,9 +158,8 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=300)
     parser.add_argument("--traffic", choices=TRAFFIC, nargs="+", default=TRAFFIC)
     parser.add_argument("--paid", action="store_true", help=f"moves have a cost, and a plan serves {HORIZON:g} steps")
-    parser.add_argument("--json", type=Path, help="file for the rows")
     options = parser.parse_args()
-    data, everything = Path(os.environ["COTERIE_DATA"]), []
+    data = Path(os.environ["COTERIE_DATA"])
     for traffic in options.traffic:
         print(f"{traffic}{', moves paid' if options.paid else ''}\nranks spare scenarios  EPLB  greedy  ours  points")
         rows = []
@@ -170,9 +168,6 @@ def main() -> None:
             three = "  ".join(f"{rows[-1][name]:.3f}" for name in PLANNERS)
             print(cell.ranks, cell.spare, cell.scenarios, three, shown(np.array(rows[-1]["points"])), flush=True)
         print(verdict(rows), flush=True)
-        everything += rows
-    if options.json is not None:
-        options.json.write_text(json.dumps(everything))
 
 
 if __name__ == "__main__":

@@ -129,7 +129,6 @@ def line_model(spec: ModelSpec, line: StepLine) -> StepModel:
         gemm=FREE,
         decode_attention=FREE,
         prefill_attention=FREE,
-        copies={},
     )
 
 

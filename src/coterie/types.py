@@ -261,6 +261,13 @@ class Placement:
     def slots_per_rank(self) -> int:
         return self.num_slots // self.num_ranks
 
+    def widened(self, slots_per_rank: int) -> Placement:
+        """Return the placement with more slots on each rank, which repeat the rank's first expert."""
+        by_rank = self.slot_experts.reshape(self.num_layers, self.num_ranks, -1)
+        more = np.repeat(by_rank[:, :, :1], slots_per_rank - self.slots_per_rank, axis=2)
+        slots = np.concatenate([by_rank, more], axis=2).reshape(self.num_layers, -1)
+        return Placement(slots, self.num_ranks, self.num_experts)
+
     @property
     def duplicates(self) -> int:
         """Slots whose expert another slot of the same rank holds too: wasted memory."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,8 @@ import pytest
 
 from coterie.answers import figures
 from coterie.answers.inspect.inspection import inspect_trace
-from coterie.answers.inspect.sections import sections
-from coterie.answers.page import MARKER, cell_text, check_report_folder, write_report
+from coterie.answers.inspect.sections import sections, write_inspection
+from coterie.answers.page import MARKER, cell_text, check_report_folder
 from coterie.errors import ConfigError, TraceError
 from coterie.traces import LoadTable, RequestTrace
 from coterie.traces.arrivals import LognormalLengths
@@ -40,7 +41,8 @@ def request_only() -> Any:
 
 @pytest.fixture(scope="module")
 def report(found: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return write_report(found, tmp_path_factory.mktemp("report") / "r")
+    page, *pictures = write_inspection(found, tmp_path_factory.mktemp("report") / "r")
+    return SimpleNamespace(page=page, figures=pictures)
 
 
 class Page(HTMLParser):
@@ -85,24 +87,24 @@ def test_page_is_whole_and_self_contained(report: Any) -> None:
 def test_same_numbers_same_bytes_and_only_own_files_are_replaced(
     found: Any, report: Any, request_only: Any, tmp_path: Path
 ) -> None:
-    first = write_report(request_only, tmp_path / "first").page.read_bytes()
+    first = write_inspection(request_only, tmp_path / "first")[0].read_bytes()
     folder = tmp_path / "r"
     shutil.copytree(report.page.parent, folder)  # an earlier report with more figures
     (folder / "notes.txt").write_text("mine")
-    again = write_report(request_only, folder)
-    assert again.page.read_bytes() == first
+    page, *pictures = write_inspection(request_only, folder)
+    assert page.read_bytes() == first
     assert {p.name for p in folder.iterdir()} == {MARKER, "notes.txt", "report.html", "arrivals.png"}
-    assert [p.name for p in again.figures] == ["arrivals.png"]
+    assert [p.name for p in pictures] == ["arrivals.png"]
     (folder / "load.png").write_text("mine too")
     with pytest.raises(ConfigError, match=r"load\.png exists"):
-        write_report(found, folder)
+        write_inspection(found, folder)
     assert (folder / "load.png").read_text() == "mine too"
 
 
 def test_foreign_folders_are_refused(request_only: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="not empty"):
-        write_report(request_only, tmp_path)
+        write_inspection(request_only, tmp_path)
     with pytest.raises(ConfigError, match="is a file"):
         check_report_folder(tmp_path / "file")
     (tmp_path / MARKER).write_text("{}")
@@ -112,7 +114,7 @@ def test_foreign_folders_are_refused(request_only: Any, tmp_path: Path) -> None:
     inner = tmp_path / "inner"
     inner.mkdir()
     (tmp_path / MARKER).rename(inner / MARKER)
-    write_report(request_only, inner)
+    write_inspection(request_only, inner)
     assert (tmp_path / "file").exists(), "a marker does not reach outside its folder"
 
 

@@ -50,11 +50,15 @@ def test_a_slow_move_is_felt_where_the_engine_stops(tmp_path: Path) -> None:
 
 def test_what_cannot_be_simulated_is_refused_before_the_plan(run: Run, tmp_path: Path) -> None:
     load = save_load(tmp_path / "load")
-    for given in (("--nodes", 2), ("--ranks", 1), ("--speeds", "1,1,1,1,1,1,1,0.5")):
-        refused(run("plan", load, "--latency", *given), "--latency simulates a change on one node")
-    file = tmp_path / "placement.json"
-    refused(run("plan", load, "--latency", "--slots", 40, "-o", file), "placements without replicas")
-    assert not file.exists()
+    for given in (("--ranks", 1), ("--speeds", "1,1,1,1,1,1,1,0.5")):
+        refused(run("plan", load, "--latency", *given), "--latency simulates a change on 2 to 64 ranks")
+
+
+def test_nodes_and_spare_slots_are_simulated(run: Run, tmp_path: Path) -> None:
+    load = save_load(tmp_path / "load")
+    for given in (("--nodes", 2), ("--slots", 40)):
+        found = json.loads(run("plan", load, "--latency", *given, "--json").out)
+        assert [row["movement"] for row in found["while_moving"]] == ["none", "stops", "staged"]
 
 
 def test_a_plan_without_moves_is_not_simulated(run: Run, tmp_path: Path) -> None:

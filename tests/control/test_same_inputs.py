@@ -41,7 +41,6 @@ def test_the_same_inputs_give_the_same_events() -> None:
     noted.observe(LoadSeen(40.0, "w0", np.ones((SHAPE.num_layers, SHAPE.num_experts)), 5, 1.0))
     noted.tick(float("nan"))
     drive(noted, made_requests(rng, NEW, 200, 40))  # type: ignore[arg-type]
-    noted.applied(3)
     noted.bind({"w0": 1, "w1": None}, {"w0": 0, "w1": 1})
     noted.written(3, "map.json", 60.0)
     noted.follow("w0", 1, Placement.linear(SHAPE.num_layers, SHAPE.num_experts, 2))

@@ -1,4 +1,4 @@
-"""Locality and time of the all-to-all, against enumeration, a plain loop, sampling and arithmetic by hand."""
+"""Locality and time of the all-to-all, against enumeration and arithmetic by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from coterie.costs.exchange import (
     ExchangeTraffic,
     Locality,
     all_to_all_us,
-    counted_locality,
     expected_locality,
     first_rank,
     uniform_locality,
@@ -75,17 +74,6 @@ def test_expectation_on_chosen_shapes_with_uneven_ranks_and_nodes(
     assert uniform_locality(experts, k, topology) == pytest.approx(enumerated(experts, k, topology), abs=1e-12)
 
 
-@pytest.mark.parametrize(("ranks", "per_node"), [(8, 8), (32, 8), (12, 8), (64, 4)])
-def test_expectation_agrees_with_sampling(ranks: int, per_node: int, rng: np.random.Generator) -> None:
-    topology, tokens = Topology(ranks, per_node), 6000
-    spec = replace(SPEC, num_experts=192)
-    ids = rng.random((tokens, 1, 192)).argpartition(7, axis=2)[:, :, :8]
-    found = counted_locality(ids, Placement.linear(1, 192, ranks), topology)
-    # The number of a token's experts on one rank is hypergeometric, its variance below k / ranks.
-    assert found == pytest.approx(expected_locality(spec, topology), abs=5 * np.sqrt(8 / tokens))
-    assert found.remote_ranks == pytest.approx(expected_locality(spec, topology).remote_ranks, rel=0.01)
-
-
 @given(st.integers(1, 300), st.integers(1, 8), st.integers(1, 300), st.integers(1, 320))
 def test_expectation_obeys_its_bounds(experts: int, k: int, ranks: int, per_node: int) -> None:
     k, ranks = min(k, experts), min(ranks, experts)
@@ -106,40 +94,10 @@ def test_one_rank_or_a_single_choice() -> None:
         uniform_locality(8, 2, Topology(9))
 
 
-@st.composite
-def counts(draw: st.DrawFn) -> tuple[Any, Placement, Topology]:
-    ranks, slots_per_rank, layers = draw(st.integers(1, 6)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    slots = ranks * slots_per_rank
-    experts = draw(st.integers(1, slots))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    # Every expert once, the slots left over hold replicas, all shuffled.
-    held = [np.r_[np.arange(experts), rng.integers(0, experts, slots - experts)] for _ in range(layers)]
-    table = [rng.permutation(row) for row in held]
-    k = draw(st.integers(1, experts))
-    ids = rng.random((draw(st.integers(1, 30)), layers, experts)).argsort(axis=2)[:, :, :k].astype(np.uint8)
-    return ids, Placement(np.array(table, np.int32), ranks, experts), Topology(ranks, draw(st.integers(1, 4)))
-
-
-@given(counts())
-def test_count_matches_a_plain_loop(case: tuple[Any, Placement, Topology]) -> None:
-    ids, placement, topology = case
-    rank_of = [
-        [list(row).index(expert) // placement.slots_per_rank for expert in range(placement.num_experts)]
-        for row in placement.slot_experts
-    ]
-    assert [first_rank(placement, layer).tolist() for layer in range(placement.num_layers)] == rank_of
-    homes = [token % topology.num_ranks for token in range(len(ids))]
-    assert counted_locality(ids, placement, topology) == looped(ids.tolist(), rank_of, homes, topology)
-
-
-def test_count_refuses_what_does_not_fit() -> None:
-    ids, placement = np.zeros((4, 2, 1), np.uint8), Placement.linear(2, 8, 4)
-    with pytest.raises(ConfigError, match=r"expected \[token, 3, k\]"):
-        counted_locality(ids, Placement.linear(3, 8, 4), Topology(4))
-    with pytest.raises(ConfigError, match=r"placement\.num_ranks=4 must equal topology\.num_ranks=8"):
-        counted_locality(ids, placement, Topology(8))
-    with pytest.raises(ConfigError, match="no tokens"):
-        counted_locality(ids[:0], placement, Topology(4))
+def test_first_ranks_are_those_of_first_slots(rng: np.random.Generator) -> None:
+    row = rng.permutation(np.r_[np.arange(8), [0, 3, 3, 7]])
+    placement = Placement(row[None].astype(np.int32), 4, 8)
+    assert first_rank(placement, 0).tolist() == [row.tolist().index(expert) // 3 for expert in range(8)]
 
 
 def test_time_by_hand() -> None:

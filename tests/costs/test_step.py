@@ -141,13 +141,6 @@ def test_given_traffic_is_used() -> None:
     assert step.all_to_all_s[0] == pytest.approx(2 * (NVLINK4.latency_s + 45e6 / NVLINK4.bytes_per_s))
 
 
-def test_moving_experts_and_handing_over_caches() -> None:
-    assert MODEL.move_s(NVLINK4) == pytest.approx(2e-6 + 3 * 2048 * 768 * 2 / 450e9)
-    assert MODEL.move_s("host-to-device", experts=2) > MODEL.move_s("host-to-device") > MODEL.move_s("device")
-    with pytest.raises(ConfigError, match="path 'peer' was not measured; known: device"):
-        MODEL.move_s("peer")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

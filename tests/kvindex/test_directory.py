@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from books import check_directory
 from coterie import kvindex
 from coterie.errors import ConfigError, InputError
-from coterie.kvindex import HeldBlocks, KVDirectory
+from coterie.kvindex import KVDirectory
 from coterie.kvindex.directory import MAX_WAITING
 from coterie.wire.kv_events import BlockRemoved, BlockStored
-from kv_reference import SIZE, ReferenceDirectory, check_same, events
+from kv_reference import SIZE, HeldBlocks, ReferenceDirectory, blocks_held, check_same, events, matched
 
 
 def stored(hashes: list[Any], tokens: list[int], parent: Any = None, **fields: Any) -> BlockStored:
@@ -32,14 +32,7 @@ def directory(num_workers: int = 2, **settings: Any) -> KVDirectory:
 
 
 def test_public_names() -> None:
-    assert sorted(kvindex.__all__) == [
-        "DirectoryCounts",
-        "Follower",
-        "HeldBlocks",
-        "KVDirectory",
-        "MAX_BLOCKS",
-        "Replay",
-    ]
+    assert sorted(kvindex.__all__) == ["DirectoryCounts", "Follower", "KVDirectory", "MAX_BLOCKS", "Replay"]
 
 
 def test_each_workers_own_run() -> None:
@@ -47,7 +40,7 @@ def test_each_workers_own_run() -> None:
     blocks.stored(0, stored([10, 11, 12], [1, 2, 3, 4, 5, 6]))
     blocks.stored(1, stored([10], [1, 2]))
     blocks.stored(2, stored([11], [3, 4], parent=10))
-    assert blocks.match([10, 11, 12, 13]).tolist() == [3, 1, 0]
+    assert matched(blocks, [10, 11, 12, 13]).tolist() == [3, 1, 0]
     assert blocks.match_tokens([1, 2, 3, 4, 5, 6, 7]).tolist() == [6, 2, 0]
     assert blocks.match_tokens([1, 2, 3, 9]).tolist() == [2, 2, 0]
     assert blocks.match_tokens([3, 4]).tolist() == [0, 0, 0], "a later block is no first one"
@@ -58,7 +51,7 @@ def test_prompt_shorter_than_a_block(prompt: list[Any]) -> None:
     blocks = directory()
     blocks.stored(0, stored([10], [1, 2]))
     assert blocks.match_tokens(prompt).tolist() == [0, 0]
-    assert blocks.match([]).tolist() == [0, 0]
+    assert matched(blocks, []).tolist() == [0, 0]
 
 
 def test_workers_that_hash_differently_share_content() -> None:
@@ -67,8 +60,8 @@ def test_workers_that_hash_differently_share_content() -> None:
     blocks.stored(1, stored([b"x" * 32, b"y" * 32], [1, 2, 3, 4]))
     assert blocks.match_tokens(np.array([1, 2, 3, 4], np.int32)).tolist() == [4, 4]
     assert blocks.match_tokens(np.frombuffer(np.array([1, 2, 3, 4]).tobytes(), np.int64)).tolist() == [4, 4]
-    assert blocks.match([10, 11]).tolist() == [2, 0]
-    assert blocks.match([b"x" * 32]).tolist() == [0, 1]
+    assert matched(blocks, [10, 11]).tolist() == [2, 0]
+    assert matched(blocks, [b"x" * 32]).tolist() == [0, 1]
 
 
 def test_one_hash_for_different_content_on_two_workers() -> None:
@@ -77,29 +70,29 @@ def test_one_hash_for_different_content_on_two_workers() -> None:
     blocks.stored(1, stored([10], [7, 8]))
     blocks.removed(0, removed([10]))
     assert blocks.match_tokens([7, 8]).tolist() == [0, 2]
-    assert blocks.match([10]).tolist() == [0, 1]
+    assert matched(blocks, [10]).tolist() == [0, 1]
 
 
 def test_child_without_its_parent_is_no_hit_until_the_parent_returns() -> None:
     blocks = directory()
     blocks.stored(0, stored([10, 11], [1, 2, 3, 4]))
     blocks.removed(0, removed([10]))
-    assert blocks.match_tokens([1, 2, 3, 4])[0] == blocks.match([10, 11])[0] == 0
+    assert blocks.match_tokens([1, 2, 3, 4])[0] == matched(blocks, [10, 11])[0] == 0
     blocks.stored(0, stored([10], [1, 2]))
     assert blocks.match_tokens([1, 2, 3, 4])[0] == 4
-    assert blocks.match([10, 11])[0] == 2
+    assert matched(blocks, [10, 11])[0] == 2
 
 
 def test_unknown_parent_is_counted_and_joins_later() -> None:
     blocks = directory()
     blocks.stored(0, stored([12, 13], [5, 6, 7, 8], parent=11))
     assert blocks.counters.unknown_parents == 2
-    assert blocks.held(0) == HeldBlocks(hits=2, waiting=2)
+    assert blocks_held(blocks, 0) == HeldBlocks(hits=2, waiting=2)
     assert blocks.match_tokens([5, 6])[0] == 0
     blocks.stored(0, stored([11], [3, 4], parent=10))
     blocks.stored(0, stored([10], [1, 2]))
     assert blocks.match_tokens([1, 2, 3, 4, 5, 6, 7, 8])[0] == 8
-    assert blocks.held(0).waiting == 0
+    assert blocks_held(blocks, 0).waiting == 0
 
 
 def test_other_media_groups_and_places_are_apart() -> None:
@@ -107,8 +100,8 @@ def test_other_media_groups_and_places_are_apart() -> None:
     first = ([10], [1, 2])
     for fields in ({"medium": "CPU"}, {"group_idx": 1}, {"locality": "REMOTE"}, {"kv_cache_spec_kind": "mamba"}):
         blocks.stored(0, stored(*first, **fields))
-    assert blocks.match([10])[0] == blocks.match_tokens([1, 2])[0] == 0
-    assert blocks.held(0).hits == 0
+    assert matched(blocks, [10])[0] == blocks.match_tokens([1, 2])[0] == 0
+    assert blocks_held(blocks, 0).hits == 0
     assert blocks.counters.apart == 4
     blocks.stored(0, stored(*first, group_idx=0))
     for fields in ({"medium": "cpu"}, {"group_idx": 1}, {"locality": "REMOTE"}):
@@ -123,12 +116,12 @@ def test_an_engine_that_names_its_groups_corrects_the_assumption() -> None:
     blocks = directory()
     blocks.stored(0, stored([10], [1, 2], group_idx=0))
     blocks.stored(0, stored([10], [], block_size=0, medium="CPU", group_idx=0, kv_cache_spec_kind="sliding_window"))
-    assert blocks.match([10])[0] == 0, "group 0 is no full attention"
+    assert matched(blocks, [10])[0] == 0, "group 0 is no full attention"
     blocks.stored(0, stored([10], [1, 2], group_idx=1, kv_cache_spec_kind="full_attention"))
     assert blocks.match_tokens([1, 2])[0] == 2
     blocks.forget(0)
     blocks.stored(0, stored([10], [1, 2], group_idx=0))
-    assert blocks.match([10])[0] == 0, "still known after a gap"
+    assert matched(blocks, [10])[0] == 0, "still known after a gap"
     assert directory(group=1).group == 1
 
 
@@ -157,7 +150,7 @@ def test_second_hash_for_one_content_is_no_hit_by_tokens() -> None:
     blocks.stored(0, stored([20], [1, 2]))
     assert blocks.counters.ambiguous == 1
     assert blocks.match_tokens([1, 2])[0] == 0
-    assert blocks.match([20])[0] == blocks.match([10])[0] == 1
+    assert matched(blocks, [20])[0] == matched(blocks, [10])[0] == 1
     blocks.removed(0, removed([10]))
     blocks.stored(0, stored([10], [1, 2]))
     assert blocks.match_tokens([1, 2])[0] == 0, "still two of them"
@@ -178,10 +171,10 @@ def test_blocks_of_unknown_content_are_known_by_hash_alone(fields: dict[str, Any
         setattr(event, name, value)
     blocks.stored(0, event)
     assert blocks.counters.without_content == 1
-    assert blocks.match([10])[0] == 1
+    assert matched(blocks, [10])[0] == 1
     assert blocks.match_tokens([1, 2])[0] == 0
     blocks.removed(0, removed([10]))
-    assert len(blocks) == blocks.match([10])[0] == 0
+    assert blocks_held(blocks, 0).hits == matched(blocks, [10])[0] == 0
 
 
 def test_unknown_removals_are_counted() -> None:
@@ -196,13 +189,12 @@ def test_hashes_of_every_form_stay_apart() -> None:
     forms: list[Any] = [*numbers, b"", b"\0", b"\0" * 8, b"\1" + b"\0" * 7, b"\0" * 16, b"\1"]
     blocks = directory(1)
     for count, form in enumerate(forms):
-        assert blocks.match([form])[0] == 0, form
+        assert matched(blocks, [form])[0] == 0, form
         blocks.stored(0, stored([form], []))
-        assert len(blocks) == count + 1
-    assert blocks.match(forms)[0] == len(forms)
-    assert blocks.match(np.array([0, 1], np.uint64))[0] == 2
+        assert blocks_held(blocks, 0).hits == count + 1
+    assert matched(blocks, forms)[0] == len(forms)
     blocks.removed(0, removed(forms))
-    assert len(blocks) == 0
+    assert blocks_held(blocks, 0).hits == 0
 
 
 @pytest.mark.parametrize("num_workers", [1, 63, 64, 65, 130])
@@ -213,7 +205,7 @@ def test_many_workers(num_workers: int) -> None:
         count = worker + 1
         blocks.stored(worker, stored(list(range(count)), tokens[: 2 * count]))
     expected = np.arange(1, num_workers + 1)
-    np.testing.assert_array_equal(blocks.match(list(range(num_workers))), expected)
+    np.testing.assert_array_equal(matched(blocks, list(range(num_workers))), expected)
     np.testing.assert_array_equal(blocks.match_tokens(tokens), 2 * expected)
     blocks.drop_worker(num_workers - 1)
     expected[-1] = 0
@@ -227,15 +219,15 @@ def test_grows_and_empties() -> None:
     tokens = rng.integers(0, 1000, 10_000).tolist()
     for worker in range(3):
         blocks.stored(worker, stored(hashes, tokens))
-    assert blocks.match(hashes).tolist() == [5000] * 3
+    assert matched(blocks, hashes).tolist() == [5000] * 3
     for start in range(0, 5000, 2):
         blocks.removed(0, removed(hashes[start : start + 1]))
     check_directory(blocks)
-    assert blocks.held(0).hits == 2500
+    assert blocks_held(blocks, 0).hits == 2500
     assert blocks.match_tokens(tokens).tolist() == [0, 10_000, 10_000]
     for worker in range(3):
         blocks.cleared(worker)
-    assert len(blocks) == 0
+    assert [blocks_held(blocks, worker).hits for worker in range(3)] == [0, 0, 0]
     check_directory(blocks)
 
 
@@ -246,14 +238,14 @@ def test_a_worker_holds_no_more_blocks_than_it_may() -> None:
         blocks.stored(worker, stored([10], [1, 2]))
         blocks.stored(worker, stored([11, 12], [3, 4, 5, 6], parent=10))
         blocks.stored(worker, stored([13], [7, 8], parent=12))
-    assert [blocks.held(worker).hits for worker in range(2)] == [3, 1]
+    assert [blocks_held(blocks, worker).hits for worker in range(2)] == [3, 1]
     assert blocks.match_tokens([1, 2, 3, 4, 5, 6, 7, 8]).tolist() == [6, 2], "what was there stays"
     assert blocks.counters.refused == 1 + 3
     assert "worker 1" in blocks.counters.last_error
     assert "at most 1" in blocks.counters.last_error
     blocks.removed(0, removed([12]))
     blocks.stored(0, stored([13], [7, 8]))
-    assert blocks.held(0).hits == 3, "room again"
+    assert blocks_held(blocks, 0).hits == 3, "room again"
     check_directory(blocks)
 
 
@@ -273,12 +265,12 @@ def test_blocks_that_wait_for_a_parent_are_bounded() -> None:
     blocks = directory(1)
     names = list(range(100, 100 + MAX_WAITING))
     blocks.stored(0, stored(names, [0] * 2 * MAX_WAITING, parent=1))
-    assert blocks.held(0) == HeldBlocks(MAX_WAITING, MAX_WAITING)
+    assert blocks_held(blocks, 0) == HeldBlocks(MAX_WAITING, MAX_WAITING)
     blocks.stored(0, stored([50], [1, 2], parent=2))
-    assert blocks.held(0) == HeldBlocks(MAX_WAITING + 1, MAX_WAITING), "known by its hash alone"
+    assert blocks_held(blocks, 0) == HeldBlocks(MAX_WAITING + 1, MAX_WAITING), "known by its hash alone"
     assert blocks.counters.refused == 1
     blocks.stored(0, stored([1], [3, 4]))
-    assert blocks.held(0).waiting == 0
+    assert blocks_held(blocks, 0).waiting == 0
     check_directory(blocks)
 
 

@@ -29,7 +29,7 @@ from coterie.wire.kv_events import (
     decode_kv_events,
     encode_kv_events,
 )
-from kv_reference import PROMPTS, SIZE, ReferenceDirectory, check_same, events
+from kv_reference import PROMPTS, SIZE, ReferenceDirectory, blocks_held, check_same, events, matched
 
 
 def payload(*batch: KVEvent) -> bytes:
@@ -70,7 +70,7 @@ def frames(start: int = 0, stop: int = len(MESSAGES)) -> Iterator[Frame]:
 
 
 def held(stream: Follower) -> list[int]:
-    return [name for name in (10, 11, 12) if stream.directory.match([name])[0]]
+    return [name for name in (10, 11, 12) if matched(stream.directory, [name])[0]]
 
 
 def test_in_order() -> None:
@@ -256,7 +256,7 @@ def test_a_lossy_stream_never_promises_a_block_that_is_gone(data: st.DataObject)
         stream.apply_payload(worker, len(log[worker]) - 1, payload())
     if not all(healed):
         for chain in named:
-            assert (stream.directory.match(chain) <= truth.match(chain)).all()
+            assert (matched(stream.directory, chain) <= truth.match(chain)).all()
         return
     check_same(stream.directory, truth, named)
 
@@ -355,7 +355,7 @@ def test_fuzzed_bytes_are_counted_and_raise_nothing(data: st.DataObject) -> None
         before = stream.directory.counters.undecodable
         stream.apply_payload(0, seq, bytes(raw))
         if stream.directory.counters.undecodable > before:
-            assert stream.directory.held(0) == (0, 0)
+            assert blocks_held(stream.directory, 0) == (0, 0)
     check_directory(stream.directory)
     for prompt in PROMPTS[:4]:
         stream.directory.match_tokens(prompt)
@@ -387,7 +387,7 @@ def test_any_extra_keys(keys: Any) -> None:
     plain = keys is None or keys in ([], [None], [[]])
     if not (isinstance(keys, list) and len(keys) != 1):
         assert stream.directory.match_tokens([1, 2])[0] == (2 if plain else 0)
-    assert stream.directory.match([7])[0] == 1
+    assert matched(stream.directory, [7])[0] == 1
 
 
 def test_a_follower_that_joins_late_learns_what_a_worker_stored() -> None:

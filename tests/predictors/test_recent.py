@@ -56,27 +56,17 @@ def counts(trace: ActivationTrace, index: Any, phase: Any = None) -> np.ndarray:
 
 
 @settings(max_examples=50)
-@given(
-    st.lists(st.tuples(st.integers(1, 9), st.sampled_from([None, "a", "b", 7])), min_size=1, max_size=30),
-    st.floats(0.01, 1.0),
-    st.integers(0, 2**20),
-)
-def test_it_is_the_decayed_mean_of_all_and_of_each_worker(
-    drawn: list[tuple[int, int | str | None]], decay: float, seed: int
-) -> None:
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=30), st.floats(0.01, 1.0), st.integers(0, 2**20))
+def test_it_is_the_decayed_mean(drawn: list[int], decay: float, seed: int) -> None:
     rng = np.random.default_rng(seed)
     made = RecentPopularity(decay)
-    records = [(some(rng, tokens), tokens, worker) for tokens, worker in drawn]
+    records = [(some(rng, tokens), tokens) for tokens in drawn]
     for record in records:
         made.observe(*record)
-    overall = written_out([(c, n) for c, n, _ in records], decay)
-    np.testing.assert_allclose(made.predict(PredictRequest()), overall, atol=1e-12)
-    for worker in ("a", "b", 7):
-        own = [(c, n) for c, n, w in records if w == worker]
-        view = made.of_worker(worker)
-        expected = written_out(own, decay) if own else overall
-        np.testing.assert_allclose(view.predict(PredictRequest(num_tokens=5)), 5 * expected, atol=1e-11)
-        assert (view.num_layers, view.num_experts) == (LAYERS, EXPERTS)
+    expected = written_out(records, decay)
+    np.testing.assert_allclose(made.predict(PredictRequest()), expected, atol=1e-12)
+    np.testing.assert_allclose(made.predict(PredictRequest(num_tokens=5)), 5 * expected, atol=1e-11)
+    assert (made.num_layers, made.num_experts) == (LAYERS, EXPERTS)
 
 
 @pytest.mark.parametrize("decay", [1e-300, 0.5, 0.99, 1.0])
@@ -86,14 +76,13 @@ def test_nothing_overflows_and_nothing_wears_off(decay: float) -> None:
     cycle = [some(rng, 4) / 4 for _ in range(3)]
     made = RecentPopularity(decay)
     for i in range(6_000):
-        made.observe(cycle[i % 3], 1, "w")
+        made.observe(cycle[i % 3], 1)
     weights = [decay**2, decay, 1.0]
     expected = sum(w * c for w, c in zip(weights, cycle, strict=True)) / sum(weights)
-    for predictor in (made, made.of_worker("w")):
-        found = predictor.predict(PredictRequest())
-        np.testing.assert_allclose(found, expected, atol=1e-11)
-        np.testing.assert_allclose(found.sum(axis=1), TOP_K, rtol=1e-13)
-        assert found.min() >= 0
+    found = made.predict(PredictRequest())
+    np.testing.assert_allclose(found, expected, atol=1e-11)
+    np.testing.assert_allclose(found.sum(axis=1), TOP_K, rtol=1e-13)
+    assert found.min() >= 0
 
 
 def test_without_decay_it_is_popularity() -> None:
@@ -109,11 +98,10 @@ def test_fit_follows_arrival_and_forgets_what_was_before() -> None:
     for trace, order in ((listed, [0, 1, 2, 3]), (late_first, [3, 1, 2, 0])):
         records = [(counts(trace, r, DECODE), LENGTHS[r] // 2) for r in order]
         made = RecentPopularity(0.5)
-        made.observe(some(np.random.default_rng(1), 3), 3, "w")
+        made.observe(some(np.random.default_rng(1), 3), 3)
         assert made.fit(trace, phase=DECODE) is made
         expected = written_out(records, 0.5)
         np.testing.assert_allclose(made.predict(PredictRequest()), expected)
-        np.testing.assert_allclose(made.of_worker("w").predict(PredictRequest()), expected)
 
 
 def test_a_fit_that_fails_leaves_the_last_one() -> None:
@@ -130,33 +118,27 @@ def test_a_fit_that_fails_leaves_the_last_one() -> None:
 def test_contract() -> None:
     assert predictors["recent_popularity"] is RecentPopularity
     made = RecentPopularity()
-    view = made.of_worker(0)
-    for use in (made, view):
-        asks: tuple[Callable[[Any], object], ...] = (
-            lambda one: one.predict(PredictRequest()),
-            lambda one: one.num_layers,
-        )
-        for ask in asks:
-            with pytest.raises(ConfigError, match="predictor 'recent_popularity' is not fitted: call fit"):
-                ask(use)
+    asks: tuple[Callable[[Any], object], ...] = (lambda one: one.predict(PredictRequest()), lambda one: one.num_layers)
+    for ask in asks:
+        with pytest.raises(ConfigError, match="predictor 'recent_popularity' is not fitted: call fit"):
+            ask(made)
     trace = make_trace()
     made.fit(trace)
     assert isinstance(made, FittablePredictor)
-    assert isinstance(view, Predictor)
+    assert isinstance(made, Predictor)
     own = counts(trace, 1)
-    for use in (made, view):
-        for request, tokens in (
-            (PredictRequest(num_tokens=5, id="nobody"), 5),
-            (PredictRequest(num_tokens=0), 0),
-            (PredictRequest(np.arange(6)), 6),
-            (PredictRequest(footprint=own), 8),
-        ):
-            found = use.predict(request)
-            np.testing.assert_allclose(found.sum(axis=1), tokens * TOP_K)
-            found[:] = -1  # a new array each time
-            np.testing.assert_allclose(use.predict(request).sum(axis=1), tokens * TOP_K)
-        with pytest.raises(ConfigError, match=r"request 'q': footprint has shape \(1, 6\)"):
-            use.predict(PredictRequest(footprint=np.ones((1, 6)), id="q"))
+    for request, tokens in (
+        (PredictRequest(num_tokens=5, id="nobody"), 5),
+        (PredictRequest(num_tokens=0), 0),
+        (PredictRequest(np.arange(6)), 6),
+        (PredictRequest(footprint=own), 8),
+    ):
+        found = made.predict(request)
+        np.testing.assert_allclose(found.sum(axis=1), tokens * TOP_K)
+        found[:] = -1  # a new array each time
+        np.testing.assert_allclose(made.predict(request).sum(axis=1), tokens * TOP_K)
+    with pytest.raises(ConfigError, match=r"request 'q': footprint has shape \(1, 6\)"):
+        made.predict(PredictRequest(footprint=np.ones((1, 6)), id="q"))
 
 
 def test_what_was_predicted_stays_as_it_was() -> None:
@@ -169,18 +151,6 @@ def test_what_was_predicted_stays_as_it_was() -> None:
     given[:] = 0
     made.observe(some(rng, 3), 3)
     np.testing.assert_array_equal(snapshot, copied)
-
-
-def test_a_worker_that_is_gone_is_forgotten() -> None:
-    rng = np.random.default_rng(0)
-    made = RecentPopularity()
-    made.observe(some(rng, 3), 3, "a")
-    made.observe(some(rng, 3), 3, "b")
-    overall = made.predict(PredictRequest())
-    made.forget("a")
-    made.forget("nobody")
-    np.testing.assert_array_equal(made.of_worker("a").predict(PredictRequest()), overall)
-    np.testing.assert_array_equal(made.predict(PredictRequest()), overall)
 
 
 def test_bad_input_is_refused_and_changes_nothing() -> None:
@@ -203,11 +173,10 @@ def test_bad_input_is_refused_and_changes_nothing() -> None:
         with pytest.raises(ConfigError, match=message):
             made.observe(bad, tokens)
     assert made.popularity_ is None
-    made.observe(good, 3, "w")
+    made.observe(good, 3)
     before = made.predict(PredictRequest())
     with pytest.raises(ConfigError, match=r"footprint has shape \(3, 4\); expected .* \(2, 4\) as before"):
-        made.observe(np.full((3, 4), 1.5), 3, "w")
+        made.observe(np.full((3, 4), 1.5), 3)
     with pytest.raises(ConfigError, match="expected tokens=2 x top_k=2"):
-        made.observe(good, 2, "w")
+        made.observe(good, 2)
     np.testing.assert_array_equal(made.predict(PredictRequest()), before)
-    np.testing.assert_array_equal(made.of_worker("w").predict(PredictRequest()), before)

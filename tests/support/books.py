@@ -7,6 +7,7 @@ import numpy as np
 from coterie.engines.worker.blocks import BlockTable
 from coterie.gateway.fleet.keeper import FleetKeeper
 from coterie.gateway.fleet.waiting import WaitingLine
+from coterie.kvindex._tables import _VEIL
 from coterie.kvindex.directory import KVDirectory
 from coterie.routing.fleet import Fleet
 
@@ -75,10 +76,16 @@ def check_blocks(blocks: BlockTable) -> None:
 
 def check_directory(directory: KVDirectory) -> None:
     """Raise AssertionError if the tables contradict each other."""
-    for name, table in (("hashes", directory._hashes), ("contents", directory._contents)):
-        rows = table.entries[table.entries[:, 0] != 0]
-        assert len(rows) == table.used[0], f"{name}: {len(rows)} rows, {table.used[0]} counted"
-        assert rows[:, 2:].any(axis=1).all(), f"{name}: a row without a worker"
-    by_worker = sum(state.blocks for state in directory._workers)
-    bits = int(np.bitwise_count(directory._hashes.entries[:, 2:]).sum())
-    assert by_worker == bits, f"workers hold {by_worker} blocks, the table of hashes says {bits}"
+    table = directory._contents
+    rows = table.entries[table.entries[:, 0] != 0]
+    assert len(rows) == table.used[0], f"{len(rows)} contents, {table.used[0]} counted"
+    assert rows[:, 2:].any(axis=1).all(), "a content without a worker"
+    by_worker = 0
+    for state in directory._workers:
+        held = state.held.entries[state.held.entries[:, 0] != 0]
+        assert len(held) == state.held.used[0] >= state.blocks, f"{len(held)} rows, {state.held.used[0]} counted"
+        contents = set(map(tuple, held[held[:, 2] != 0, 2:].tolist()))
+        marked = set(map(tuple, (held[:, :2] ^ _VEIL).tolist()))
+        by_worker += len(contents - marked)
+    bits = int(np.bitwise_count(rows[:, 2:]).sum())
+    assert by_worker == bits, f"workers hold {by_worker} contents, the table of contents says {bits}"

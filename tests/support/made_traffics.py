@@ -5,8 +5,11 @@ without order from the weights of its request, so that what can be gained is in 
 
 - nothing pays: all experts are equal in every request, and the batch has the size of a CUDA graph;
 - only placement: the same four experts are hot in all requests, and experts in order puts them on one rank;
-- only routing: requests come in eight kinds with experts of their own, which together load all experts equally;
-- prefixes against experts: the same kinds, crossed with long shared prefixes that have nothing to do with them;
+- only routing: requests come in eight kinds with experts of their own, which together load all experts equally
+  (drawn independently: with exactly as many of each, one half of the requests would mirror the other's deviations, and
+  a placement planned on one would suit the other);
+- prefixes against experts: the same kinds, crossed with long shared prefixes that have nothing to do with them, of
+  which a decoder's memory holds a third: with room for all, every decoder soon has them and they ask for nothing;
 - a shift: halfway, other experts get hot; a placement for the first half does nothing for the second;
 - padding: as the first, with one request more than a CUDA graph has room for.
 """
@@ -44,6 +47,8 @@ class MadeTraffic(NamedTuple):
     decoders: int = 8
     in_flight: int = 16
     ranks: int = 8
+    kv_tokens: int | None = None
+    """KV memory of a decoder in tokens; None for all that it has."""
 
 
 def _weights_of_kinds(rng: np.random.Generator) -> NDArray[np.float64]:
@@ -120,7 +125,7 @@ def only_placement(seed: int = 0) -> MadeTraffic:
 
 def only_routing(seed: int = 0) -> MadeTraffic:
     rng = np.random.default_rng(seed)
-    weights = _weights_of_kinds(rng)[rng.permutation(np.arange(REQUESTS) % KINDS)]
+    weights = _weights_of_kinds(rng)[rng.integers(KINDS, size=REQUESTS)]
     return MadeTraffic(
         _recording(weights, rng),
         {"routing": ON, "routing_by_experts": ON, "placement": NOT_NOW, "live_loop": NOT_NOW, "graph_sizes": NOT_NOW},
@@ -129,11 +134,12 @@ def only_routing(seed: int = 0) -> MadeTraffic:
 
 def prefixes_against_experts(seed: int = 0) -> MadeTraffic:
     rng = np.random.default_rng(seed)
-    weights = _weights_of_kinds(rng)[rng.permutation(np.arange(REQUESTS) % KINDS)]
+    weights = _weights_of_kinds(rng)[rng.integers(KINDS, size=REQUESTS)]
     prefixes = rng.permutation(np.arange(REQUESTS) % PREFIXES)
     return MadeTraffic(
         _recording(weights, rng, prefixes),
-        {"routing": ON, "routing_by_experts": NOT_NOW, "placement": NOT_NOW, "live_loop": NOT_NOW},
+        {"routing": ON, "placement": NOT_NOW, "live_loop": NOT_NOW},
+        kv_tokens=16_000,
     )
 
 

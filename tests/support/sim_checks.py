@@ -163,13 +163,16 @@ def _watched(kind: Any) -> Any:
     return Watched
 
 
-def check_served(run: GroupServedRun, requests: FleetRequests, prompt_tokens: int) -> None:
-    """Check INV-19, 20, 21 and 29: no request is lost, times are in order, steps do not overlap, token counts agree."""
-    arrived, done = int((run.arrival_s <= run.end_s).sum()), run.done
+def check_served(run: GroupServedRun, requests: FleetRequests, kv_tokens: int | None = None) -> None:
+    """Check INV-19, 20, 21, 29 and 30.
+
+    No request is lost, times are in order, steps do not overlap, token counts agree, and KV memory is freed.
+    """
+    arrived, done, dropped = int((run.arrival_s <= run.end_s).sum()), run.done, int(run.dropped.sum())
     require_invariant(
         29,
-        arrived == done + run.queued + run.running,
-        f"{arrived} arrived, {done} are done, {run.queued} wait and {run.running} run",
+        arrived == done + run.queued + run.running + dropped,
+        f"{arrived} arrived, {done} are done, {run.queued} wait, {run.running} run and {dropped} are dropped",
     )
     finished = np.isfinite(run.finish_s)
     check_times(run.arrival_s[finished], run.first_s[finished], run.finish_s[finished])
@@ -179,8 +182,12 @@ def check_served(run: GroupServedRun, requests: FleetRequests, prompt_tokens: in
         19, int(run.steps.decoded.sum()) == tokens, f"steps decoded {run.steps.decoded.sum()} tokens of {tokens}"
     )
     if not run.running:
-        counted, wanted = int(run.steps.prompt.sum()), prompt_tokens * done
+        counted, wanted = int(run.steps.prompt.sum()), int(requests.prompt_tokens[: len(finished)][finished].sum())
         require_invariant(19, counted == wanted, f"steps computed {counted} prompt tokens of {wanted}")
+        held = int(run.kv_held.sum())
+        require_invariant(30, held == 0, f"nothing runs, and requests hold {held} tokens of KV memory")
+    most = int(run.kv_most.max(initial=0))
+    require_invariant(30, kv_tokens is None or most <= kv_tokens, f"{most} tokens of KV memory of {kv_tokens} in use")
     ends = run.steps.start_s + run.steps.seconds
     late = np.flatnonzero(run.steps.start_s[1:] < ends[:-1] - 1e-9 * ends[:-1])
     require_invariant(21, not len(late), f"{len(late)} steps start before the one before them ended")

@@ -38,7 +38,7 @@ def test_recovers_what_generated_the_trace(rng: np.random.Generator) -> None:
     assert fitted.mix == pytest.approx((0.25, 0.75), abs=0.05)
     assert np.mean(fitted.concentration) == pytest.approx(40.0, rel=0.2)
     assert fitted.preferences is not None
-    assert np.abs(fitted.preferences - truth.at(0.0)).mean() < 0.004
+    assert np.abs(fitted.preferences - truth.epochs[0]).mean() < 0.004
     assert isinstance(fitted.arrivals, PoissonArrivals)
     assert fitted.arrivals.rate == pytest.approx(10.0, rel=0.15)
 

@@ -68,7 +68,7 @@ def test_inclusion_is_plackett_luce(rng: np.random.Generator, k: int) -> None:
     settings = replace(SMALL, top_k=k, domains=("a",), zipf_exponent=1.5)
     truth = draw_preferences(settings, rng)
     seen = inclusion(generate(settings, rng, tokens=60_000, preferences=truth))
-    q = truth.at(0.0)[0]  # [layer, expert]
+    q = truth.epochs[0, 0]  # [layer, expert]
     expected = q if k == 1 else np.stack([exact_inclusion(row, k) for row in q])
     assert np.abs(seen - expected).max() < 5 * np.sqrt(0.25 / 60_000)
 
@@ -142,7 +142,7 @@ def test_dirichlet_has_the_stated_variance(rng: np.random.Generator) -> None:
     trace = generate(settings, rng, requests=1500, preferences=truth)
     tokens, offsets = trace.arrays()
     counts = footprints(tokens.expert_ids, offsets, 8) / 2000
-    q = truth.at(0.0)[0]
+    q = truth.epochs[0, 0]
     assert np.allclose(counts.mean(axis=0), q, atol=0.015)
     expected = (q * (1 - q)).sum() * (1 / 16 + (15 / 16) / 2000)
     assert counts.var(axis=0).sum() == pytest.approx(expected, rel=0.05)

@@ -1,18 +1,14 @@
-"""What the benchmarks of gateways start, measure and print, in a run of a moment; curl as a client."""
+"""What the benchmarks of gateways start, measure and print, in a run of a moment."""
 
 from __future__ import annotations
 
 import json
 import shlex
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
-from clients.checks import PASSED
-from clients.targets import run_recorder
-from clients.with_curl import try_curl
 from coterie.errors import ConfigError
 from gateway.compare import Median, Round, main, median_of, summarise
 from gateway.peers import HERE, start_command, start_peer
@@ -55,11 +51,3 @@ def test_targets_are_named(tmp_path: Path) -> None:
     assert start_command("mine=http://127.0.0.1:9", [], tmp_path).name == "mine"
     with pytest.raises(ConfigError, match="must be one of vllm-router"):
         start_peer("envoy", [], tmp_path)
-
-
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_curl() -> None:
-    with run_recorder() as asked:
-        _, found = try_curl(asked)
-    assert len(found) > 10
-    assert [one for one in found if one.outcome != PASSED] == []

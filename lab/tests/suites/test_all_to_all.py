@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.answers.suites import SuiteOptions
-from coterie.costs.exchange import counted_locality
+from coterie.costs.exchange import expected_locality
 from coterie.errors import ConfigError, TraceError
+from coterie.models import get_model
 from coterie.traces import ActivationTrace, ActivationWriter, TraceMeta
 from coterie.traces.readers import read_trace
 from coterie.types import NVLINK4, NVLINK5, Placement, Topology
-from coterie_lab.suites.all_to_all.counting import busiest_rank, sampled_steps, uniform_steps
+from coterie_lab.suites.all_to_all.counting import busiest_rank, counted_locality, sampled_steps, uniform_steps
 from coterie_lab.suites.all_to_all.suite import MAX_TOKENS, PUBLISHED, TRACES, run
 from simulate_traces import quiet
 
@@ -253,3 +254,30 @@ def test_the_sample_speaks_for_the_whole_trace(data_dir: Path, name: str) -> Non
     part = counted_locality(sampled, placement, topology)
     assert part.remote == pytest.approx(whole.remote, rel=0.003)
     assert part.remote_ranks == pytest.approx(whole.remote_ranks, rel=0.003)
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(8, 8), (32, 8), (16, 4)])
+def test_uniform_routing_has_the_expected_locality(ranks: int, per_node: int, rng: np.random.Generator) -> None:
+    topology, tokens, spec = Topology(ranks, per_node), 6000, get_model("deepseek-v3")
+    ids = rng.random((tokens, 1, spec.num_experts)).argpartition(7, axis=2)[:, :, :8]
+    counted = counted_locality(ids, Placement.linear(1, spec.num_experts, ranks), topology)
+    # The number of a token's experts on one rank is hypergeometric, its variance below k / ranks.
+    assert counted == pytest.approx(expected_locality(spec, topology), abs=5 * np.sqrt(8 / tokens))
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(1, 3), st.integers(1, 4))
+def test_locality_matches_a_plain_loop(seed: int, ranks: int, slots_per_rank: int, per_node: int) -> None:
+    rng, slots = np.random.default_rng(seed), ranks * slots_per_rank
+    experts = int(rng.integers(1, slots + 1))
+    row = rng.permutation(np.r_[np.arange(experts), rng.integers(0, experts, slots - experts)])
+    placement, topology = Placement(row[None].astype(np.int32), ranks, experts), Topology(ranks, per_node)
+    ids = rng.random((10, 1, experts)).argsort(axis=2)[:, :, : int(rng.integers(1, experts + 1))].astype(np.uint8)
+    totals = np.zeros(4)
+    for token, chosen in enumerate(ids[:, 0]):
+        at, home = [row.tolist().index(expert) // slots_per_rank for expert in chosen], token % ranks
+        far = sum(topology.node_of(rank) != topology.node_of(home) for rank in at)
+        totals += at.count(home), len(at) - at.count(home), len(set(at) - {home}), far
+    assert counted_locality(ids, placement, topology) == pytest.approx(tuple(totals / 10))
+    for wrong in (ids[:0], ids[:, 0]):
+        with pytest.raises(ConfigError, match="at least one token"):
+            counted_locality(wrong, placement, topology)

@@ -157,7 +157,7 @@ def test_lost_sessions_cost_more_throughput_than_the_published_replicas_save() -
     assert [p.tokens_per_s / points[0].tokens_per_s for p in points] == pytest.approx(
         [1.0, 0.7394, 0.4782, 0.2164, 0.0], abs=1e-4
     ), "with the sessions that are lost, each replica costs throughput"
-    assert PUBLISHED_BUDGET.best(published_step_s).replicas == 0
+    assert PUBLISHED_BUDGET.best(published_step_s, 16).replicas == 0
 
 
 def test_cheapest_homes_are_the_best_of_all_assignments() -> None:

@@ -15,6 +15,7 @@ from coterie_lab.suites.sem_moe import locality
 from coterie_lab.suites.sem_moe.homes import after_ranks, aligned, surer
 from coterie_lab.suites.sem_moe.locality import locality_notes, locality_rows
 from coterie_lab.suites.sem_moe.samples import FIT_SHARE, split, table_sample
+from coterie_lab.suites.shared import median_imbalance
 from simulate_traces import quiet
 
 EXPERTS, LAYERS, TOP_K, THEMES = 16, 3, 2, 4
@@ -114,3 +115,8 @@ def test_notes_say_what_is_gained(rows: list[locality.Row], tmp_path: Path) -> N
     notes = locality_notes(rows)
     assert any(note.startswith("themes, tokens as items, EP8: co_cluster keeps") for note in notes)
     assert locality_notes(locality_rows(SuiteOptions(data=tmp_path), quiet))[0].startswith("No local activation rates")
+
+
+def test_the_busiest_rank_over_the_median() -> None:
+    load = np.array([[4.0, 1.0, 2.0], [0.0, 0.0, 0.0], [3.0, 0.0, 0.0]])
+    assert median_imbalance(load).tolist() == [2.0, 1.0, np.inf]

@@ -10,14 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.answers.suites import SuiteOptions
+from coterie.errors import ConfigError
 from coterie.footprints.counting import footprint, transitions
-from coterie.sim.fleet.requests import Recordings
-from coterie.sim.group.serving import GroupPrices, ServeSettings
+from coterie.sim.fleet.requests import FleetRequests, Recordings
+from coterie.sim.group.serving import GroupPrices, ServeSettings, ServingGroup
 from coterie.types import INFINIBAND_400G, NVLINK4, Link, ModelSpec, Placement
 from coterie_lab.suites.sem_moe import contenders, latency, serving
 from coterie_lab.suites.sem_moe.choosing import CHOSEN, Trial, choose, halves, take
 from coterie_lab.suites.sem_moe.contenders import RANKS, Contender, ServingBench, fitted_counts, serving_of
 from coterie_lab.suites.sem_moe.published import E2E_P50, TEXT_GAINS, TTFT_P99
+from coterie_lab.suites.sem_moe.summaries import summarise_served
 
 SPEC = ModelSpec("small", 3, 16, 2, 2048, 64, 8, 8, 32, 1000, first_moe_layer=1)
 LAYERS, ROWS, FIT = 2, 24, 64
@@ -73,7 +75,8 @@ def test_affinity_and_masks(seed: int) -> None:
     affinity = contenders.affinity_to(placement, records)
     assert affinity.sum(axis=1) == pytest.approx(1.0), "every activation is on one rank"
     recorded = rng.integers(0, 10, 40)
-    ranks = serving_of(Contender("x", placement, affinity), recorded).ranks
+    requests = FleetRequests(records, recorded, np.full(40, 8), np.full(40, 2))
+    ranks = serving_of(Contender("x", placement, affinity), requests).ranks
     assert ranks is not None
     for start in range(0, 40, RANKS):
         assert sorted(ranks[start : start + RANKS]) == list(range(RANKS)), "a round takes every rank once"
@@ -84,8 +87,35 @@ def test_affinity_and_masks(seed: int) -> None:
         for row in rng.integers(0, len(records.expert_ids), 20):
             counts = np.bincount([where[int(expert)] for expert in records.expert_ids[row, layer]], minlength=RANKS)
             assert counts[best[layer, row]] == counts.max()
-    assert serving_of(Contender("x", placement), recorded).ranks is not None
-    assert serving_of(Contender("x", placement, affinity, "least_busy"), recorded).ranks is None
+    assert serving_of(Contender("x", placement), requests).ranks is not None
+    assert serving_of(Contender("x", placement, affinity, "least_busy"), requests).ranks is None
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_requests_go_to_the_least_busy_rank(seed: int) -> None:
+    """Prompts that arrive together spread out, affinity decides among idle ranks, and no rank runs far ahead."""
+    rng, one = np.random.default_rng(seed), bench()
+    requests = one.requests(one.test, 48, 40, 4)
+    group = ServingGroup(GroupPrices.of(one.model(NVLINK4), ServeSettings(8, 64, 16)), one.linear, requests)
+    router = contenders.LeastBusy(rng.random((48, RANKS)))
+    together = group.serve(np.zeros(48), router=router)
+    assert np.ptp(np.bincount(together.rank, minlength=RANKS)) <= contenders.MOST_AHEAD, "equal prompts, equal queues"
+    alone = group.serve(np.linspace(0.0, 470.0, 48), router=router)
+    assert alone.rank.tolist() == router.affinity.argmax(axis=1).tolist()
+
+
+def test_a_run_is_summarised() -> None:
+    one = bench()
+    requests = one.requests(one.test, 16, 40, 4)
+    group = ServingGroup(GroupPrices.of(one.model(NVLINK4), ServeSettings()), one.linear, requests)
+    run = group.serve(np.linspace(0.0, 1.0, 16))
+    summary = summarise_served(run)
+    assert summary.e2e_p50_ms == pytest.approx(1e3 * np.median(run.finish_s - run.arrival_s))
+    assert summary.all_to_all_pct + summary.experts_pct < 100.0
+    assert 0.0 < summary.local_rate < 1.0
+    with pytest.raises(ConfigError, match="requests finished; metrics are of whole runs"):
+        summarise_served(group.serve(np.zeros(16), until_s=0.0))
 
 
 def test_what_planners_learn_from() -> None:
@@ -121,19 +151,19 @@ def test_halves_share_no_request() -> None:
 
 def test_co_scheduling_is_chosen_where_it_pays() -> None:
     """Clear clusters on a slow link pay; what gains less than the margin does not, and a baseline is kept."""
-    prices = GroupPrices.of(bench().model(INFINIBAND_400G), ServeSettings(serving.PROMPT_TOKENS))
+    prices = GroupPrices.of(bench().model(INFINIBAND_400G), ServeSettings())
     one = bench("clustered")
     trials = [Trial(half, together(half, NVLINK4)[0]) for half in halves(one)]
-    assert choose(trials, prices, 8)["ttft"] == "beside"
+    assert choose(trials, prices, serving.PROMPT_TOKENS, 8)["ttft"] == "beside"
     same = [Contender("vanilla", one.linear), Contender("other", one.linear, baseline=False)]
-    assert set(choose([Trial(one, same)], prices, 8).values()) == {"vanilla"}
+    assert set(choose([Trial(one, same)], prices, serving.PROMPT_TOKENS, 8).values()) == {"vanilla"}
 
 
 def test_a_limit_is_where_the_latency_crosses() -> None:
     one = bench()
     limits = []
     for link in (NVLINK4, INFINIBAND_400G):
-        prices = GroupPrices.of(one.model(link), ServeSettings(serving.PROMPT_TOKENS))
+        prices = GroupPrices.of(one.model(link), ServeSettings())
         curve = serving.Curve(one, Contender("vanilla", one.linear), prices)
         slo = 5.0 * curve.at(serving.LIGHTEST).ttft_p99_ms
         guess = 2000.0 / curve.serve(np.zeros(2000)).end_s

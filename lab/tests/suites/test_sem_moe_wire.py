@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from coterie.answers.suites import SuiteOptions
-from coterie.costs.exchange import counted_locality
 from coterie.types import Placement, Topology
+from coterie_lab.suites.all_to_all.counting import counted_locality
 from coterie_lab.suites.sem_moe import wire
 from coterie_lab.suites.sem_moe.wire import wire_notes, wire_rows
 

@@ -1,4 +1,4 @@
-"""The report of ``coterie inspect``: figures as PNG files, and one self-contained HTML page.
+"""The report of a verb: figures as PNG files, and one self-contained HTML page.
 
 A marker file in the report folder lists the files of the report. Only the listed files are ever replaced. A folder
 that is not empty and has no marker is refused, so that no file of the user is lost.
@@ -9,18 +9,17 @@ from __future__ import annotations
 import base64
 import html
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from coterie.answers import figures
-from coterie.answers.inspect.inspection import Inspection
-from coterie.answers.inspect.sections import Cell, Section, not_there, overview, sections
 from coterie.errors import TraceError, check, read_json
 from coterie.traces.store import write_json
 
 MARKER = ".coterie-report.json"
-PAGE = "report.html"
+Cell = str | float | int | None
 _MARK = "coterie-report"
 
 _STYLE = """
@@ -53,11 +52,28 @@ a { color: inherit; }
 """
 
 
-class Report(NamedTuple):
-    """Paths of the files of a report."""
+@dataclass(frozen=True, slots=True)
+class Section:
+    key: str
+    """Anchor of the section on the page, and name of the figure's file."""
+    title: str
+    meaning: str
+    columns: tuple[str, ...]
+    rows: list[tuple[Cell, ...]]
+    plot: Callable[[Any, figures.Theme], None] | None = None
+    alt: str = ""
+    """Text alternative of the figure, for screen readers."""
+    height_in: float = figures.HEIGHT_IN
 
-    page: Path
-    figures: tuple[Path, ...]
+
+class Part(NamedTuple):
+    """A part of the page without an anchor: a table, and a list of sentences."""
+
+    title: str
+    sentences: Sequence[str | Section]
+    """Sentences; a section stands for a link to it, with its first sentence that has a number."""
+    columns: tuple[str, ...] = ()
+    rows: Sequence[tuple[Cell, ...]] = ()
 
 
 def check_report_folder(folder: Path) -> None:
@@ -67,32 +83,39 @@ def check_report_folder(folder: Path) -> None:
         _written_before(folder)
 
 
-def write_report(found: Inspection, folder: Path) -> Report:
-    """Write the figures and the page; replace an earlier report in the folder, with its figures."""
+def write_report(
+    folder: Path, page: str, title: str, parts: Sequence[Part | Section], others: Sequence[str] = ()
+) -> list[Path]:
+    """Write the figures and the page; replace an earlier report in the folder, with its files.
+
+    `others` are files that the caller writes, and part of the report. Returns the page and the figures.
+    """
     check_report_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     before = _written_before(folder) if any(folder.iterdir()) else []
-    shown = sections(found)
-    names = [f"{s.key}.png" for s in shown if s.plot is not None]
-    for name in (*names, PAGE):
+    drawn = [part for part in parts if isinstance(part, Section) and part.plot is not None]
+    names = [f"{section.key}.png" for section in drawn]
+    own = {*names, *others, page}
+    for name in own:
         check(
             name in before or not (folder / name).exists(),
             f"{folder / name} exists and is of no earlier report; choose another folder",
         )
     # Write the marker first: files left by an interrupted run are then listed, and the next run can replace them.
-    write_json(folder / MARKER, {"format": _MARK, "files": sorted({*before, *names, PAGE})})
-    for name in set(before) - {*names, PAGE}:
+    write_json(folder / MARKER, {"format": _MARK, "files": sorted({*before, *own})})
+    for name in set(before) - own:
         (folder / name).unlink(missing_ok=True)
-    drawn = {
+    pictures = {
         s.key: {theme.name: figures.draw(s.plot, theme, s.height_in) for theme in figures.THEMES}
-        for s in shown
+        for s in drawn
         if s.plot is not None
     }
-    for key, pictures in drawn.items():
-        (folder / f"{key}.png").write_bytes(pictures[figures.LIGHT.name])
-    (folder / PAGE).write_text(render_page(found, shown, drawn), encoding="utf-8", errors="backslashreplace")
-    write_json(folder / MARKER, {"format": _MARK, "files": sorted((*names, PAGE))})
-    return Report(folder / PAGE, tuple(folder / name for name in names))
+    for key, of_theme in pictures.items():
+        (folder / f"{key}.png").write_bytes(of_theme[figures.LIGHT.name])
+    text = render_page(title, parts, pictures)
+    (folder / page).write_text(text, encoding="utf-8", errors="backslashreplace")
+    write_json(folder / MARKER, {"format": _MARK, "files": sorted(own)})
+    return [folder / page, *(folder / name for name in names)]
 
 
 def _written_before(folder: Path) -> list[str]:
@@ -106,11 +129,9 @@ def _written_before(folder: Path) -> list[str]:
     return [name for name in files if isinstance(name, str) and Path(name).name == name]
 
 
-def render_page(found: Inspection, shown: Sequence[Section], drawn: dict[str, dict[str, bytes]]) -> str:
+def render_page(title: str, parts: Sequence[Part | Section], pictures: dict[str, dict[str, bytes]]) -> str:
     """Return the page as HTML: styles and pictures are inline, and its security policy forbids other downloads."""
-    title = f"Coterie inspect: {Path(found.trace).name or found.trace}"
-    missing = not_there(found)
-    parts = [
+    lines = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
@@ -118,25 +139,16 @@ def render_page(found: Inspection, shown: Sequence[Section], drawn: dict[str, di
         "content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\">",
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head><body><main>",
         f"<h1>{html.escape(title)}</h1>",
-        "<section><h2>Findings</h2><ul>",
-        *(_finding(section) for section in shown),
-        "</ul></section>",
-        "<section><h2>The trace</h2>",
-        _table("Size and origin", ("field", "value"), overview(found)),
-        _list("Bear in mind", found.notes),
-        "</section>",
-        *(_section(section, drawn.get(section.key)) for section in shown),
+        *(_section(part, pictures.get(part.key)) if isinstance(part, Section) else _part(part) for part in parts),
     ]
-    if missing:
-        parts += ["<section><h2>Not in this trace</h2>", _list("", missing), "</section>"]
-    return "\n".join([*parts, "</main></body></html>", ""])
+    return "\n".join([*lines, "</main></body></html>", ""])
 
 
 def _finding(section: Section) -> str:
-    """Return a list item with the section's first sentence that has a number, and a link to the section."""
+    """Return a link to the section, and its first sentence that has a number."""
     sentences = re.split(r"(?<=\.) (?=[A-Z])", section.meaning)
     said = next((sentence for sentence in sentences if re.search(r"\d", sentence)), sentences[0])
-    return f'<li><a href="#{section.key}">{html.escape(section.title)}</a>: {html.escape(said)}</li>'
+    return f'<a href="#{section.key}">{html.escape(section.title)}</a>: {html.escape(said)}'
 
 
 def _section(section: Section, pictures: dict[str, bytes] | None) -> str:
@@ -171,11 +183,12 @@ def _table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[Cell]])
     )
 
 
-def _list(title: str, items: Sequence[str]) -> str:
-    if not items:
-        return ""
-    head = f"<p>{html.escape(title)}:</p>" if title else ""
-    return head + "<ul>" + "".join(f"<li>{html.escape(item)}</li>" for item in items) + "</ul>"
+def _part(part: Part) -> str:
+    table = _table(part.title, part.columns, part.rows) if part.rows else ""
+    items = "".join(
+        f"<li>{html.escape(said) if isinstance(said, str) else _finding(said)}</li>" for said in part.sentences
+    )
+    return f"<section><h2>{html.escape(part.title)}</h2>{table}{f'<ul>{items}</ul>' if items else ''}</section>"
 
 
 def cell_text(cell: Cell) -> str:

@@ -38,9 +38,8 @@ def interval_of(row: Mapping[str, Any], key: str) -> Interval:
 
 def with_ends(value: Interval, digits: int = 1, sign: str = "+", unit: str = "") -> str:
     """Format the mean and [low, high]; the mean alone if there is no interval."""
-    form = f"{sign}.{digits}f"
-    ends = "" if value.low is None or value.high is None else f" [{value.low:{form}}, {value.high:{form}}]"
-    return f"{value.mean:{form}}{unit}{ends}"
+    mean, *ends = (format(round(end, digits) + 0.0, f"{sign}.{digits}f") for end in value if end is not None)  # no -0.0
+    return f"{mean}{unit} [{', '.join(ends)}]" if ends else f"{mean}{unit}"
 
 
 def told_apart(gain: Interval) -> str:

@@ -137,11 +137,6 @@ class ControlLoop:
         """The current placement advice; None without an advisor or before its first window."""
         return None if self.advisor is None else self.advisor.advice
 
-    def applied(self, plan_id: int) -> None:
-        """Record that the plan of an advice was carried out."""
-        done = self.advisor is not None and self.advisor.applied(plan_id)
-        self.counters["plans_applied" if done else "plans_unknown"] += 1
-
     def written(self, plan_id: int, path: str, wait_s: float) -> None:
         """Record that the plan of an advice was written; it is applied when the maps that workers report say so."""
         if self.advisor is not None:

@@ -39,13 +39,15 @@ def layers_us(
     crossing: Ints,
     tokens: Ints,
     touched: float,
+    even: bool,
     out: Floats,
 ) -> None:
     """Fill out [2, layer] microseconds: experts of the slowest rank, and exposed exchange of the busiest rank.
 
     rows [layer, slot] are tokens per slot, tokens [rank] is the batch size of each rank, crossing [2, layer, rank] are
-    the rows that a rank sends and receives, or :data:`NO_CROSSING`. `p`, `experts`, `blend` and `touched` are those
-    of :func:`~coterie.costs.experts.rank_us`, `links` those of :func:`~coterie.costs.exchange.exchange_us`.
+    the rows that a rank sends and receives, or :data:`NO_CROSSING`. With `even`, every rank gets an equal part of all
+    slots' work. `p`, `experts`, `blend` and `touched` are those of :func:`~coterie.costs.experts.rank_us`, `links`
+    those of :func:`~coterie.costs.exchange.exchange_us`.
     """
     layers, ranks = rows.shape[0], len(tokens)
     per_rank = rows.shape[1] // ranks
@@ -57,7 +59,8 @@ def layers_us(
         size = tile_size(p, total / rows.shape[1])
         for rank in range(ranks):
             mine = rows[layer, rank * per_rank : (rank + 1) * per_rank]
-            slowest = max(slowest, rank_us(p, experts, blend, mine, float(tokens[rank]), size, touched))
+            if not even:
+                slowest = max(slowest, rank_us(p, experts, blend, mine, float(tokens[rank]), size, touched))
             if len(crossing) > 0:
                 busiest = max(busiest, crossing[0, layer, rank], crossing[1, layer, rank])
             else:
@@ -65,6 +68,8 @@ def layers_us(
                 for count in mine:
                     arrived += count
                 busiest = max(busiest, arrived)
+        if even:
+            slowest = rank_us(p, experts, blend, rows[layer], float(tokens.min()), size, touched, 1.0 / ranks)
         out[0, layer], out[1, layer] = slowest, 0.0
         if ranks > 1:  # the exchange hides behind a share (links[4]) of the experts' time
             out[1, layer] = max(0.0, exchange_us(links, float(busiest)) - links[4] * slowest)

@@ -1,8 +1,8 @@
 """The exchange of expert parallelism, an all-to-all: bytes that ranks send, and the time to send them.
 
 A token whose expert lives on another rank is sent there once per remote expert (or once per remote rank if the
-dispatcher deduplicates, as DeepEP does), and its result is sent back. Traffic is counted exactly from the activations
-of a trace, or else is the expectation for uniform routing.
+dispatcher deduplicates, as DeepEP does), and its result is sent back. Traffic is the expectation for uniform routing,
+or follows from the mean number of a token's remote experts, as counted on a trace.
 """
 
 from __future__ import annotations
@@ -64,55 +64,6 @@ def uniform_locality(num_experts: int, top_k: int, topology: Topology) -> Locali
 def _hit_probability(experts: int, on_rank: int, k: int) -> float:
     """Return the probability that at least one of k distinct random experts is among the `on_rank` on a rank."""
     return 1.0 - math.prod(max(0.0, (experts - on_rank - draw) / (experts - draw)) for draw in range(k))
-
-
-def counted_locality(expert_ids: NDArray[np.integer], placement: Placement, topology: Topology) -> Locality:
-    """Count locality of activations [token, layer, k]; token t is on rank t mod ranks, an expert in its first slot."""
-    check(
-        expert_ids.ndim == 3 and expert_ids.shape[1] == placement.num_layers,
-        f"expert_ids has shape {expert_ids.shape}; expected [token, {placement.num_layers}, k]",
-    )
-    check(len(expert_ids), "expert_ids has no tokens; locality is an average over at least one")
-    ranks = topology.num_ranks
-    check(
-        placement.num_ranks == ranks, f"placement.num_ranks={placement.num_ranks} must equal topology.num_ranks={ranks}"
-    )
-    home = np.arange(len(expert_ids)) % ranks
-    nodes = topology.rank_nodes
-    far = nodes[:, None] != nodes[None, :]
-    local = remote_ranks = inter = 0
-    for layer in range(placement.num_layers):
-        rows = rows_between(first_rank(placement, layer)[expert_ids[:, layer].astype(np.int64)], home, ranks)
-        local += int(np.trace(rows.activations))
-        inter += int(rows.activations[far].sum())
-        remote_ranks += crossing(rows.copies)
-    cells = len(expert_ids) * placement.num_layers
-    return Locality(local / cells, (expert_ids.size - local) / cells, remote_ranks / cells, inter / cells)
-
-
-class RowsBetween(NamedTuple):
-    """Rows of hidden states that tokens' ranks send to experts' ranks in one dispatch; combine returns as many."""
-
-    activations: NDArray[np.int64]
-    """[source, rank] rows if each activation is sent separately."""
-    copies: NDArray[np.int64]
-    """[source, rank] rows if a token is sent once to each distinct rank."""
-
-
-def rows_between(to: NDArray[np.integer], home: NDArray[np.integer], num_ranks: int) -> RowsBetween:
-    """Count the rows of tokens on ranks `home` [token] whose activations are computed on ranks `to` [token, k]."""
-    pairs = home[:, None].astype(np.int64) * num_ranks + to
-    activations = np.bincount(pairs.ravel(), minlength=num_ranks**2).reshape(num_ranks, num_ranks)
-    held = np.zeros((len(to), num_ranks), np.int64)
-    np.put_along_axis(held, to.astype(np.int64), 1, axis=1)
-    copies = np.zeros((num_ranks, num_ranks), np.int64)
-    np.add.at(copies, home, held)
-    return RowsBetween(activations, copies)
-
-
-def crossing(rows: NDArray[np.int64]) -> int:
-    """Sum the rows [source, rank] that leave their source rank."""
-    return int(rows.sum() - np.trace(rows))
 
 
 def first_rank(placement: Placement, layer: int) -> NDArray[np.int64]:
@@ -193,10 +144,11 @@ def arrival_links(spec: ModelSpec, topology: Topology, overlap: float = 0.0) -> 
 
 
 def crossing_links(spec: ModelSpec, topology: Topology, overlap: float = 0.0) -> Array:
-    """Return :func:`traffic_links` for rows that each cross a link, inside one node."""
-    near, *bulk = topology.exchange[::2] if topology.exchange else (topology.intra,)
-    more = [value for link in bulk for value in (1e6 * link.latency_s, row_us(spec, link))]
-    return np.array([1e6 * near.latency_s, row_us(spec, near), 0.0, 0.0, overlap, *more])
+    """Return :func:`traffic_links` for rows that each cross a link: with several nodes, to any other rank alike."""
+    others, near = max(1, topology.num_ranks - 1), min(topology.ranks_per_node, topology.num_ranks)
+    row = spec.hidden_size * BYTES_PER_VALUE
+    traffic = ExchangeTraffic(row * (near - 1) / others, row * (topology.num_ranks - near) / others)
+    return traffic_links(traffic, topology, overlap)
 
 
 def row_us(spec: ModelSpec, link: Link, bytes_per_value: float = BYTES_PER_VALUE) -> float:

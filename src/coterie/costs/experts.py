@@ -239,11 +239,13 @@ def expert_table(p: Array, out: Array) -> None:
 
 
 @helper()
-def rank_us(p: Array, table: Array, blend: Array, rows: Any, tokens: float, size: int, touched: float) -> float:
+def rank_us(
+    p: Array, table: Array, blend: Array, rows: Any, tokens: float, size: int, touched: float, share: float = 1.0
+) -> float:
     """Return the time of one device's experts in one layer from `rows` [slot], 0 if it has none.
 
     `tokens` is the size of the device's batch, `size` the kernel's tile size (:func:`tile_size`), `touched` the share
-    of the other slots to which padding rows add a row.
+    of the other slots to which padding rows add a row, `share` the device's part of the experts' work.
     Times are looked up in the tables of :func:`expert_table` and :func:`blend_table`, or computed if these are empty.
     """
     active = 0
@@ -261,7 +263,7 @@ def rank_us(p: Array, table: Array, blend: Array, rows: Any, tokens: float, size
             alone += table[0, size, at]
             arrive += table[1, size, at]
             work += table[2, size, at]
-        together = blended(p, size, arrive, work, blend)
+        together = blended(p, size, share * arrive, share * work, blend)
     else:
         compute, stream = tile_us(p, size), stream_us(p, active + more)
         if more > 0.0:
@@ -273,8 +275,9 @@ def rank_us(p: Array, table: Array, blend: Array, rows: Any, tokens: float, size
                 alone += mine
                 arrive += arrival
                 work += busy
+        arrive, work = share * arrive, share * work
         together = waves_us(p, size, work) if p[COLUMNS] > 0.0 else soft_max(arrive, work, p[SHARPNESS])
-    return float(overlapped_us(fixed_us(p, tokens), p[OVERLAP], alone, together))
+    return float(overlapped_us(fixed_us(p, tokens), p[OVERLAP], share * alone, together))
 
 
 @njit()

@@ -241,7 +241,6 @@ def step_model(
     same: Any = {
         "spec": spec,
         "dtype": wanted,
-        "copies": dict(chosen.copies),
         "contention": dict(chosen.contention),
         "topology": topology,
         "options": options,

@@ -20,12 +20,12 @@ from coterie.costs.attention import attention_shape, attention_us
 from coterie.costs.composition import COMPUTED, NO_CROSSING, StepTables, add_projections, layers_us
 from coterie.costs.exchange import ExchangeTraffic, arrival_links, traffic_links
 from coterie.costs.experts import TILES, MoeParams, blend_table, expert_table, layer_us
-from coterie.costs.movement import Contention, transfer_s
+from coterie.costs.movement import Contention
 from coterie.costs.replicas import Slots, slot_tokens
-from coterie.costs.roofline import CurveLaw, RooflineLaw, TransferLaw, as_fitted, gemm_work
+from coterie.costs.roofline import CurveLaw, RooflineLaw, as_fitted, gemm_work
 from coterie.costs.shapes import dense_shapes
 from coterie.errors import ConfigError, check, check_share
-from coterie.types import Link, ModelSpec, Placement, Topology, WeightDtype
+from coterie.types import ModelSpec, Placement, Topology, WeightDtype
 
 VLLM_GRAPHS = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 """Batch sizes for which vLLM has CUDA graphs unless told otherwise."""
@@ -113,8 +113,6 @@ class StepModel:
     moe: MoeParams
     decode_attention: RooflineLaw
     prefill_attention: RooflineLaw
-    copies: dict[str, TransferLaw]
-    """Copies inside a device and between device and host, by path."""
     routing: CurveLaw | None = None
     """Time of gate, top-k, gather and weighted sum, by tokens. None counts as 0."""
     gemm: RooflineLaw | None = None
@@ -248,14 +246,6 @@ class StepModel:
             ),
         )
 
-    def move_s(self, link: Link | str = "host-to-device", experts: int = 1) -> float:
-        """Return seconds to move one layer's weights of `experts` experts over a link, or over a measured path."""
-        nbytes = experts * self.spec.expert_bytes(self.dtype)
-        if isinstance(link, Link):
-            return transfer_s(link, nbytes)
-        check(link in self.copies, f"path {link!r} was not measured; known: {', '.join(sorted(self.copies))}")
-        return self.copies[link].us(nbytes) * 1e-6
-
 
 class PlacedStepModel:
     """A step model on one placement; values that are the same in every step are computed once."""
@@ -291,7 +281,7 @@ class PlacedStepModel:
     ) -> NDArray[np.float64]:
         """Return [2, layer] :func:`~coterie.costs.composition.layers_us` for rows [layer, slot] and tokens [rank]."""
         out = np.empty((2, len(rows)))
-        layers_us(self._prices, *COMPUTED, self.links, rows, crossing, tokens, touched, out)
+        layers_us(self._prices, *COMPUTED, self.links, rows, crossing, tokens, touched, False, out)
         return out
 
     def rest(self, batch: Batch) -> StepTime:

@@ -46,11 +46,6 @@ class ShuffleSchedule(NamedTuple):
     def num_ranks(self) -> int:
         return len(self.order) // self.per_rank if self.per_rank else 0
 
-    @property
-    def homes(self) -> Ints:
-        """[token] rank whose block holds the token."""
-        return np.asarray(self.inverse // max(self.per_rank, 1))
-
     def tokens_of(self, rank: int) -> Ints:
         """Return the tokens of a rank's block, in the order of their places, without padding."""
         block = self.order[rank * self.per_rank : (rank + 1) * self.per_rank]

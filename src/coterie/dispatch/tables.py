@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.dispatch.shuffle import ShuffleSchedule, shuffle_schedule
 from coterie.errors import ConfigError, TraceError, check, check_new_file, check_within
 from coterie.footprints.ranks import MAX_ORDER, context_keys, find_contexts, key_starts
 from coterie.traces.store import ArrayFile, write_described
-from coterie.types import MAX_SLOTS, ModelSpec, Placement, narrowest_uint
+from coterie.types import MAX_SLOTS, Placement, narrowest_uint
 
 FORMAT, VERSION = "coterie-rank-tables", 1
 ONE = 255
@@ -175,11 +174,6 @@ class RankTables:
     def num_layers(self) -> int:
         return self.placement.num_layers
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tables, including the placement."""
-        return sum(array.nbytes for array in self._arrays().values())
-
     def rows_of(self, token_ids: NDArray[np.integer]) -> NDArray[np.int64]:
         """Return [token] the row of each id, the same for all layers; -1 for an id never seen."""
         ids = np.asarray(token_ids)
@@ -217,13 +211,6 @@ class RankTables:
             sure = np.where(surer, own, sure)
         return Ranks(ranks, sure.astype(np.float32) / np.float32(ONE))
 
-    def shuffle(
-        self, token_ids: NDArray[np.integer], layer: int, previous: NDArray[np.integer] | None = None
-    ) -> ShuffleSchedule:
-        """Return the shuffle of a step's tokens to their ranks in a layer, in equal blocks (attention-TP)."""
-        ranks, confidence = self.ranks_of(token_ids, layer, previous)
-        return shuffle_schedule(ranks, self.placement.num_ranks, confidence)
-
     def request_scores(self, token_ids: NDArray[np.integer]) -> NDArray[np.float64]:
         """Return [rank] the mean affinity of a request's tokens, in 0 … 1.
 
@@ -232,21 +219,6 @@ class RankTables:
         rows, ranks = self.rows_of(token_ids), self.placement.num_ranks
         known = self.affinity[rows[rows >= 0]].astype(np.int64)
         return known.sum(axis=0) / (len(known) * AFFINITY_ONE) if len(known) else np.full(ranks, 1.0 / ranks)
-
-    def check_fits(self, spec: ModelSpec) -> None:
-        """Raise ConfigError if the tables are of another model than `spec`."""
-        for name, own, right in (
-            ("MoE layers", self.num_layers, spec.num_moe_layers),
-            ("experts", self.placement.num_experts, spec.num_experts),
-            ("top_k", self.top_k, spec.top_k),
-        ):
-            check(own == right, f"the rank tables of {self.model!r} have {name}={own}; {spec.name} has {right}")
-        check(
-            self.layer_ids in (None, spec.moe_layer_ids),
-            f"the rank tables of {self.model!r} have other MoE layers than {spec.name}",
-        )
-        last, size = int(self.token_ids.max(initial=-1)), spec.vocab_size
-        check(last < size, f"the rank tables hold token {last}; {spec.name} has vocab_size={size}")
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file; the same tables give the same bytes. Refuses to overwrite."""

@@ -5,8 +5,8 @@ addressing: linear probing from the entry given by the low bits of the key's sec
 there means an empty entry. Deletion shifts later entries back, so no entry becomes unreachable; entry numbers change,
 so callers must not keep them.
 
-`rows` tables map a key to one bit per worker. `held` tables (one per worker) map the key of a block's hash to the key
-of its content, 0 if the content is unknown.
+The `contents` table maps the key of a block's content to one bit per worker. `held` tables (one per worker) map the key
+of a block's hash to the key of its content, 0 if the content is unknown.
 """
 
 from __future__ import annotations
@@ -162,8 +162,6 @@ def _release(rows: Words, used: NDArray[np.int64], first: np.uint64, second: np.
 def store(
     held: Words,
     held_used: NDArray[np.int64],
-    hashes: Words,
-    hashes_used: NDArray[np.int64],
     contents: Words,
     contents_used: NDArray[np.int64],
     worker: int,
@@ -188,7 +186,6 @@ def store(
         entry = _insert(held, held_used, keys[block, 0], keys[block, 1])
         if held_used[0] > count:
             tally[0] += 1
-            _hold(hashes, hashes_used, keys[block, 0], keys[block, 1], worker)
         if tokens.shape[0] == 0:
             continue
         above, below = chained[block, 0], chained[block, 1]
@@ -210,8 +207,6 @@ def store(
 def remove(
     held: Words,
     held_used: NDArray[np.int64],
-    hashes: Words,
-    hashes_used: NDArray[np.int64],
     contents: Words,
     contents_used: NDArray[np.int64],
     worker: int,
@@ -226,7 +221,6 @@ def remove(
         known += 1
         if held[entry, 2] != _ZERO:
             _release(contents, contents_used, held[entry, 2], held[entry, 3], worker)
-        _release(hashes, hashes_used, keys[block, 0], keys[block, 1], worker)
         _delete(held, held_used, entry)
     return known
 
@@ -235,17 +229,12 @@ def remove(
 def release_all(
     held: Words,
     held_used: NDArray[np.int64],  # noqa: ARG001  # as in `store` and `remove`
-    hashes: Words,
-    hashes_used: NDArray[np.int64],
     contents: Words,
     contents_used: NDArray[np.int64],
     worker: int,
 ) -> None:
     """Clear a worker's bit in the rows of all blocks in its `held` table."""
     for entry in range(held.shape[0]):
-        if held[entry, 0] == _ZERO:
-            continue
-        _release(hashes, hashes_used, held[entry, 0], held[entry, 1], worker)
         if held[entry, 2] != _ZERO:
             _release(contents, contents_used, held[entry, 2], held[entry, 3], worker)
 
@@ -291,14 +280,6 @@ def _finish(blocks: int, alive: Words, depth: NDArray[np.int64]) -> None:
     for worker in range(depth.shape[0]):
         if (alive[worker >> 6] >> (np.uint64(worker) & _LOW_SIX)) & _ONE:
             depth[worker] = blocks
-
-
-@njit()
-def match_keys(rows: Words, keys: Words, depth: NDArray[np.int64]) -> None:
-    """Count the leading blocks that each worker holds, by the keys of their hashes."""
-    alive = np.full(rows.shape[1] - 2, ~_ZERO)
-    if _run(rows, keys, 0, keys.shape[0], alive, depth):
-        _finish(keys.shape[0], alive, depth)
 
 
 @njit()

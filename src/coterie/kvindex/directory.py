@@ -2,17 +2,17 @@
 
 Engines publish (parent's hash, tokens, hash) for each block they store, and the hash of each block they remove. A
 block's *content* is its tokens and context and those of all blocks before it; it gets a 128-bit key, chained from the
-first block on. Two tables map a key to a bit per worker: one by content, one by the engines' own hashes. So a prompt is
-matched by its tokens without any knowledge of an engine's hash function, and workers with different hashes for one
-content share a row. A third table per worker, hash → content, serves removals and children.
+first block on. One table maps a content's key to a bit per worker. So a prompt is matched by its tokens without any
+knowledge of an engine's hash function, and workers with different hashes for one content share a row. A second table
+per worker, hash → content, serves removals and children.
 
 There are no false hits; a block that a worker holds may be missed:
 - only blocks in GPU memory and of the full-attention group are kept;
-- a block whose parent is unknown is matched by its hash alone until the parent is known;
+- a block whose parent is unknown is not matched until the parent is known;
 - blocks are a set: engines publish a stored block again when it is reused, and a single removal deletes it;
 - if a worker stores one content under two hashes, the blocks differ in something that the events do not carry (an
   adapter loaded again from another path; images, in versions that do not publish extra keys): the content is not
-  matched by tokens.
+  matched.
 
 Not safe for use by several threads at once.
 """
@@ -29,7 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 from coterie.errors import InputError, check_at_least, check_given
 from coterie.kvindex import _tables
 from coterie.kvindex.identity import NO_CONTEXTS, contexts, event_contexts, event_tokens, hash_keys, writeable
-from coterie.wire.kv_events import BlockHash, BlockRemoved, BlockStored, KVEvent
+from coterie.wire.kv_events import BlockRemoved, BlockStored, KVEvent
 
 _FULL_ATTENTION = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 _NO_TOKENS = np.zeros(0, np.uint64)
@@ -55,11 +55,11 @@ class DirectoryCounts:
     """Blocks stored in another medium, KV cache group or locality: not kept, never a hit."""
     unknown_removals: int = 0
     unknown_parents: int = 0
-    """Blocks stored under a parent whose content is unknown: matched by hash alone until it is known."""
+    """Blocks stored under a parent whose content is unknown: not matched until it is known."""
     without_content: int = 0
-    """Blocks stored without the tokens of whole blocks, or with unreadable extra keys: matched by hash alone."""
+    """Blocks stored without the tokens of whole blocks, or with unreadable extra keys: not matched."""
     ambiguous: int = 0
-    """Blocks whose content the worker holds under another hash: not matched by tokens."""
+    """Blocks whose content the worker holds under another hash: not matched."""
     forgotten: int = 0
     """Blocks dropped because their worker's event stream could no longer be trusted."""
     gaps: int = 0
@@ -76,14 +76,6 @@ class DirectoryCounts:
     """Blocks over their worker's limit, or over the limit on blocks that wait for a parent."""
     last_error: str = ""
     """Reason why the last message or block was refused."""
-
-
-class HeldBlocks(NamedTuple):
-    """Number of blocks that one worker holds, in GPU memory and in the full-attention group."""
-
-    hits: int
-    waiting: int
-    """Number of blocks that wait for an unknown parent."""
 
 
 class _Table:
@@ -161,7 +153,7 @@ class KVDirectory:
         rng = np.random.default_rng() if rng is None else rng
         self._seeds = rng.integers(0, 1 << 64, 2, np.uint64)
         self._weights = rng.integers(0, 1 << 64, (2, block_size + 4), np.uint64) | np.uint64(1)
-        self._hashes, self._contents = (_Table(-(-num_workers // 64), capacity) for _ in range(2))
+        self._contents = _Table(-(-num_workers // 64), capacity)
         self._workers = [_Worker(group) for _ in range(num_workers)]
 
     def grow(self, num_workers: int) -> None:
@@ -169,8 +161,7 @@ class KVDirectory:
         check_at_least(self.num_workers, num_workers=num_workers)
         self._workers += [_Worker(self.group) for _ in range(num_workers - self.num_workers)]
         self.num_workers = num_workers
-        for table in (self._hashes, self._contents):
-            table.widen(-(-num_workers // 64))
+        self._contents.widen(-(-num_workers // 64))
 
     def apply(self, worker: int, event: KVEvent) -> None:
         """Apply the next event of a worker's stream; see :class:`Follower` for gaps."""
@@ -230,16 +221,6 @@ class KVDirectory:
         self.forget(worker)
         self._workers[worker] = _Worker(self.group)
 
-    def match(self, hashes: Sequence[BlockHash] | NDArray[np.uint64]) -> NDArray[np.int64]:
-        """Count the leading blocks of a prompt that each worker holds, [worker], given the engine's block hashes.
-
-        Correct only if all workers share a hash function; otherwise use :meth:`match_tokens`.
-        """
-        depth = np.zeros(self.num_workers, np.int64)
-        if len(hashes):
-            _tables.match_keys(self._hashes.entries, hash_keys(hashes, self._seeds), depth)
-        return depth
-
     def match_tokens(
         self,
         token_ids: ArrayLike,
@@ -263,19 +244,11 @@ class KVDirectory:
         _tables.match_tokens(self._contents.entries, words, keys, self._weights, depth)
         return depth * self.block_size
 
-    def held(self, worker: int) -> HeldBlocks:
-        state = self._state(worker)
-        return HeldBlocks(state.blocks, len(state.waiting))
-
-    def __len__(self) -> int:
-        """Return the number of distinct blocks, by hash, on all workers."""
-        return int(self._hashes.used[0])
-
     @property
     def nbytes(self) -> int:
         """Bytes of all tables, without waiting blocks."""
         held = sum(state.held.entries.nbytes for state in self._workers)
-        return self._hashes.entries.nbytes + self._contents.entries.nbytes + held
+        return self._contents.entries.nbytes + held
 
     def check_worker(self, worker: int) -> None:
         if not 0 <= worker < self.num_workers:
@@ -299,9 +272,8 @@ class KVDirectory:
         self.counters.refused += blocks
         self.counters.last_error = reason
 
-    def _arrays(self, state: _Worker) -> tuple[_Words, _Used, _Words, _Used, _Words, _Used]:
-        held, hashes, contents = state.held, self._hashes, self._contents
-        return held.entries, held.used, hashes.entries, hashes.used, contents.entries, contents.used
+    def _arrays(self, state: _Worker) -> tuple[_Words, _Used, _Words, _Used]:
+        return state.held.entries, state.held.used, self._contents.entries, self._contents.used
 
     def _learn_group(self, worker: int, state: _Worker, event: BlockStored) -> None:
         """Set the full-attention group from the first event that names its group's kind."""
@@ -326,7 +298,6 @@ class KVDirectory:
     ) -> None:
         more = len(keys)
         state.held.reserve(2 * more)  # an entry for each block, and possibly one for a mark
-        self._hashes.reserve(more)
         self._contents.reserve(more)
         tally = np.zeros(2, np.int64)
         _tables.store(*self._arrays(state), worker, keys, tokens, contexts_, self._weights, parent, tally)

@@ -26,10 +26,8 @@ NO_CONTEXTS = np.zeros((0, 2), np.uint64)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-def hash_keys(hashes: Sequence[BlockHash] | NDArray[np.uint64], seeds: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def hash_keys(hashes: Sequence[BlockHash], seeds: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Compute keys [block, 2] of engine hashes; a tag of their type and length keeps integers and bytes apart."""
-    if isinstance(hashes, np.ndarray):
-        return _folded(writeable(np.ascontiguousarray(hashes, np.uint64)).reshape(-1, 1), 0, seeds)
     try:  # not `suppress`, which takes as long as the rest for an event of one block
         if not isinstance(hashes[0], bytes):
             return _folded(np.frombuffer(array("Q", hashes), np.uint64).reshape(-1, 1), 0, seeds)  # type: ignore[type-var]

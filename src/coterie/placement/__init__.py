@@ -5,7 +5,6 @@ from coterie.placement.co_clustering.base import CoClusters, Items
 from coterie.placement.co_clustering.planners import CoCluster, SemMoe
 from coterie.placement.holdings import DemandTracker
 from coterie.placement.maps.formats import PlacementMap, map_formats, read_map, replace_map, write_map
-from coterie.placement.migration.memory import MemoryBudget
 from coterie.placement.migration.migrator import Migrator
 from coterie.placement.migration.rounds import Schedule, Transfer, schedule_moves
 from coterie.placement.objective import DEEPSEEK_V3_PREFILL, Objective, Problem, Score, settle
@@ -36,7 +35,6 @@ __all__ = [
     "LatencyOptimalIlp",
     "Linear",
     "Load",
-    "MemoryBudget",
     "Migrator",
     "MoeTuner",
     "Moves",

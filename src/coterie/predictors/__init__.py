@@ -3,7 +3,7 @@
 from coterie.predictors.base import FittablePredictor, Predictor, PredictRequest, per_step, predictors
 from coterie.predictors.means import DomainPredictor, PopularityPredictor, RecordedLoads
 from coterie.predictors.prefix import Prefix
-from coterie.predictors.recent import RecentPopularity, WorkerPopularity
+from coterie.predictors.recent import RecentPopularity
 from coterie.predictors.similar import PrefixIndex, SimilarPrefix
 from coterie.predictors.token_table import TokenTable
 from coterie.predictors.transitions import RankTransitions
@@ -24,7 +24,6 @@ __all__ = [
     "RecordedLoads",
     "SimilarPrefix",
     "TokenTable",
-    "WorkerPopularity",
     "per_step",
     "predictors",
 ]

@@ -1,47 +1,29 @@
-"""Recent popularity: predict every request as the mean of recent requests, of all workers or of one worker.
+"""Recent popularity: predict every request as the mean of recent requests.
 
 It learns while serving. A record (the footprint of a request or step) loses weight by the factor `decay` with every
 later record: at 0.99 the last hundred records make up 63% of the mean. A record's weight does not depend on its number
-of tokens. A worker's mean decays only with that worker's records. Right where traffic drifts, and by worker where a
-router sends similar requests to the same worker. Wrong where traffic is steady, because the mean of a hundred records
-is noisier than the mean of all, and for an idle worker, whose mean does not decay.
+of tokens. Right where traffic drifts, and with a predictor for each worker where a router sends similar requests to the
+same worker. Wrong where traffic is steady, because the mean of a hundred records is noisier than the mean of all.
 
 Only the mean is stored, not a sum: a record moves it towards itself by 1 ÷ weight, where weight = decay x weight + 1
-stays below 1 ÷ (1 - decay). A record updates two arrays, however many workers there are, and memory does not grow.
+stays below 1 ÷ (1 - decay). Memory does not grow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError, check, check_positive, check_positive_share
 from coterie.footprints import footprint
-from coterie.predictors.base import (
-    ActivationRates,
-    Calibrated,
-    FallsBack,
-    Load,
-    check_request_rows,
-    phase_ids,
-    predictors,
-)
+from coterie.predictors.base import ActivationRates, Calibrated, check_request_rows, phase_ids, predictors
 from coterie.traces.activations import ActivationTrace
 
 Counts = NDArray[np.integer] | NDArray[np.floating]
-
-
-class _Mean(NamedTuple):
-    per_token: Load
-    weight: float
-
-    def after(self, per_token: Load, decay: float) -> _Mean:
-        weight = self.weight * decay + 1.0
-        return _Mean(self.per_token + (per_token - self.per_token) / weight, weight)
 
 
 @predictors.register("recent_popularity")
@@ -52,8 +34,8 @@ class RecentPopularity(Calibrated):
     name: ClassVar[str] = "recent_popularity"
     decay: float = 0.99
     """Weight of a record relative to the next record; 1 forgets nothing."""
-    overall_: _Mean | None = field(default=None, init=False, repr=False)
-    workers_: dict[Hashable, _Mean] = field(default_factory=dict, init=False, repr=False)
+    weight_: float = field(default=0.0, init=False, repr=False)
+    """Weight of all records together."""
 
     def __post_init__(self) -> None:
         check_positive_share(decay=self.decay)
@@ -61,21 +43,20 @@ class RecentPopularity(Calibrated):
     def fit(
         self, trace: ActivationTrace, requests: NDArray[np.integer] | None = None, phase: int | None = None
     ) -> RecentPopularity:
-        """Reset, then observe these requests in order of arrival, without a worker."""
+        """Reset, then observe these requests in order of arrival."""
         fitted = RecentPopularity(self.decay)
         for _, counts, tokens in arrived(trace, requests, phase):
             fitted.observe(counts, tokens)
-        self.popularity_, self.overall_, self.workers_ = fitted.popularity_, fitted.overall_, fitted.workers_
+        self.popularity_, self.weight_ = fitted.popularity_, fitted.weight_
         return self
 
-    def observe(self, footprint: Counts, tokens: float, worker: Hashable | None = None) -> None:
-        """Add a record: activations [layer, expert] of `tokens` tokens of a request or step, on `worker` if given."""
+    def observe(self, footprint: Counts, tokens: float) -> None:
+        """Add a record: activations [layer, expert] of `tokens` tokens of a request or step."""
         top_k = self._check(footprint, tokens)
         per_token = np.asarray(footprint, np.float64) / tokens
-        self.overall_ = (self.overall_ or _nothing(per_token)).after(per_token, self.decay)
-        self.popularity_ = ActivationRates(self.overall_.per_token, top_k)
-        if worker is not None:
-            self.workers_[worker] = self.workers_.get(worker, _nothing(per_token)).after(per_token, self.decay)
+        before = self.popularity_.per_token if self.popularity_ else np.zeros_like(per_token)
+        self.weight_ = self.weight_ * self.decay + 1.0
+        self.popularity_ = ActivationRates(before + (per_token - before) / self.weight_, top_k)
 
     def _check(self, footprint: Counts, tokens: float) -> int:
         """Validate a footprint and return its top_k."""
@@ -92,27 +73,6 @@ class RecentPopularity(Calibrated):
                 f"footprint sums to {sums[layer]:g} in layer {layer}; expected tokens={tokens:g} x top_k={top_k}"
             )
         return top_k
-
-    def of_worker(self, worker: Hashable) -> WorkerPopularity:
-        """Return a predictor for requests on this worker; later observations update it too."""
-        return WorkerPopularity(self, worker)
-
-    def forget(self, worker: Hashable) -> None:
-        """Drop the mean of a worker that is gone, if there is one. Its records stay in the overall mean."""
-        self.workers_.pop(worker, None)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class WorkerPopularity(FallsBack):
-    """Recent popularity of one worker; the overall popularity until the worker has records."""
-
-    recent: RecentPopularity
-    worker: Hashable
-
-    @property
-    def popularity(self) -> ActivationRates:
-        overall, own = self.recent.popularity, self.recent.workers_.get(self.worker)
-        return overall if own is None else ActivationRates(own.per_token, overall.top_k)
 
 
 def arrived(
@@ -132,7 +92,3 @@ def arrived(
             empty = False
             yield index, footprint(ids, trace.meta.num_experts), len(ids)
     check(not empty, f"no token to fit on: the requests chosen of {trace.num_requests} have none (phase={phase})")
-
-
-def _nothing(like: Load) -> _Mean:
-    return _Mean(np.zeros_like(like), 0.0)

@@ -54,10 +54,6 @@ class TransitionRows(NamedTuple):
         """[row] largest share, that of the row's rank in `ranks`."""
         return np.asarray(self.shares.max(axis=1))
 
-    @property
-    def nbytes(self) -> int:
-        return sum(a.nbytes for a in self)
-
 
 @dataclass(slots=True, eq=False)
 class RankTransitions:
@@ -144,13 +140,6 @@ class RankTransitions:
         parents = find_contexts(keys, shorter_contexts(keys, num_ranks, starts), num_ranks, self.order)
         _smooth(shares, tokens, parents, float(top_k), self.smoothing)
         return keys, tokens, shares
-
-    def shares(self, layer: int, previous: NDArray[np.integer]) -> NDArray[np.float32]:
-        """Predict shares [token, rank] in a layer from the ranks in earlier layers, `previous` [token, layer].
-
-        The last column of `previous` is the latest layer.
-        """
-        return self.rows.shares[self.find(layer, previous)]
 
     def find(self, layer: int, previous: NDArray[np.integer]) -> NDArray[np.int64]:
         """Return the row [token] of the longest known context; a negative rank in `previous` is unknown and ends it."""

@@ -146,12 +146,6 @@ class DecodeForecast:
         ).map_
         return self
 
-    def predict(self, counts: NDArray[np.integer] | NDArray[np.floating], tokens: float) -> NDArray[np.float32]:
-        """Return [expert index] activation probabilities in decode, from `counts` of a prefill of `tokens` tokens."""
-        profile, _ = self.read(counts)
-        self.apply(profile, tokens)
-        return profile
-
     def apply(self, profile: NDArray[np.float32], tokens: float) -> None:
         """Turn the counts that :meth:`read` returned into probabilities, in place."""
         turn_to_forecast(profile, float(tokens), self.map.own, self.map.noise, self.map.rows, self.map.prior)

@@ -178,11 +178,6 @@ class Preferences:
         epoch = np.searchsorted(changes, time_s, side="right").astype(np.int64)
         return epoch, epoch, np.zeros(len(time_s))
 
-    def at(self, time_s: float) -> NDArray[np.float64]:
-        """Return the preferences [domain, layer, expert] for a request that arrives at `time_s`."""
-        origin, target, weight = (part[0] for part in self.blend(np.array([time_s])))
-        return np.asarray((1 - weight) * self.epochs[origin] + weight * self.epochs[target], np.float64)
-
 
 def draw_preferences(settings: SyntheticSettings, rng: Generator) -> Preferences:
     """Draw the domains' preferences and those they drift to. Pass them to `generate` to know its trace's preferences.

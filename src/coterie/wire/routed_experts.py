@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import InputError, check
+from coterie.types import ModelSpec
 
 SGLANG_DTYPES = {"uint8": "|u1", "uint16": "<u2", "int16": "<i2", "int32": "<i4"}
 """NumPy dtype of each name in SGLang's ``routed_experts_dtype``, a field that some answers omit."""
@@ -75,6 +76,30 @@ def decode_sglang(payload: str | bytes, num_layers: int, top_k: int, dtype: str 
         InputError,
     )
     return np.frombuffer(data, code).reshape(-1, num_layers, top_k)
+
+
+def decode_sglang_rows(payload: str, spec: ModelSpec, rows: int, dtype: str | None = None) -> NDArray[np.integer]:
+    """Decode the ids of `rows` tokens; the payload has all hidden layers of the model, or its MoE layers only."""
+    problem = ""
+    for layers in (spec.num_layers, spec.num_moe_layers):
+        try:
+            ids = decode_sglang(payload, layers, spec.top_k, dtype)
+        except InputError as error:
+            problem = problem or str(error)
+            continue
+        if len(ids) == rows:
+            return ids
+        problem = f"has {len(ids)} rows of {layers} layers x {spec.top_k}, expected {rows} ({spec.name})"
+    raise InputError(problem)
+
+
+def listed_tokens(prompt: Any, output: Any, rows: int) -> NDArray[np.int64] | None:
+    """Return the token id of every row, [token]; None if the answer does not list valid token ids."""
+    if not isinstance(prompt, list) or not isinstance(output, list):
+        return None
+    listed = [*prompt, *output][:rows]
+    valid = len(listed) == rows and all(type(token) is int and 0 <= token < 2**31 for token in listed)
+    return np.array(listed, np.int64) if valid else None
 
 
 def routed_layers(expert_ids: NDArray[np.integer]) -> NDArray[np.int64]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from co_cluster_cases import brute_force, some_items
 from coterie.errors import ConfigError
 from coterie.placement import CoCluster, Items, Load, SemMoe, planners
-from coterie.placement.co_clustering import cost, local_activations, median_imbalance
+from coterie.placement.co_clustering import cost, local_activations
 from coterie.placement.co_clustering.alternating import AlternatingSettings, alternate
 from coterie.placement.co_clustering.descent import descend_ranks
 from coterie.placement.planning.packing import fill_spare, pack_even, room_of
@@ -64,11 +64,6 @@ def test_names_of_items_experts_and_ranks_do_not_change_the_cost(size: dict[str,
     moved = np.empty_like(placed)
     moved[:, expert] = rank[placed]
     assert cost(shuffled, moved, rank[ranks[:, order]], num_ranks, 0.3) == pytest.approx(before)
-
-
-def test_the_busiest_rank_over_the_median() -> None:
-    load = np.array([[4.0, 1.0, 2.0], [0.0, 0.0, 0.0], [3.0, 0.0, 0.0]])
-    assert median_imbalance(load).tolist() == [2.0, 1.0, np.inf]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from coterie.costs.exchange import crossing, rows_between
 from coterie.dispatch.shuffle import PADDING, ShuffleSchedule, shuffle_schedule
 from coterie.dispatch.slots import SlotTable, choose_slots
 from coterie.engines.ranks import RankMember
@@ -148,8 +147,9 @@ def predicted_rows(experts: np.ndarray, homes: np.ndarray, placement: Placement,
     to = np.empty_like(experts)
     for rank in range(placement.num_ranks):
         to[homes == rank] = choose_slots(experts[homes == rank], rank, table) // placement.slots_per_rank
-    rows = rows_between(to, homes, placement.num_ranks)
-    return crossing(rows.copies if deduplicate else rows.activations)
+    if not deduplicate:
+        return int((to != homes[:, None]).sum())
+    return sum(len(set(ranks) - {home}) for ranks, home in zip(to.tolist(), homes.tolist(), strict=True))
 
 
 class Found(NamedTuple):
@@ -249,7 +249,7 @@ def tensor_parallel(group: Group, case: Case, deduplicate: bool) -> Found:
         stream = summed + stream
         experts, weights = route(norm(stream))
         stream = stream + dense(layer, norm(stream), experts, weights, case.numbers)
-        rows = predicted_rows(experts.numpy(), schedule.homes, placement, layer, deduplicate)
+        rows = predicted_rows(experts.numpy(), schedule.inverse // schedule.per_rank, placement, layer, deduplicate)
         predicted += 2 * rows * HIDDEN * stream.element_size()
         blocks += (world - 1) * schedule.per_rank * HIDDEN * stream.element_size()
         equal &= torch.equal(own, stream)

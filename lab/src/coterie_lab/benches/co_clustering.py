@@ -12,9 +12,9 @@ from numpy.random import Generator, default_rng
 
 from coterie.answers.suites import Report
 from coterie.placement import DEEPSEEK_V3_PREFILL, Items, Load, planners
-from coterie.placement.co_clustering import median_imbalance
 from coterie.types import Placement, Topology
 from coterie_lab.benches.timing import Row
+from coterie_lab.suites.shared import median_imbalance
 
 ITEMS, LAYERS, EXPERTS, TOP_K, RANKS = 20_000, 26, 64, 6, 8
 """DeepSeek-V2-Lite, with as many distinct token ids as a few million tokens of text have."""

@@ -143,3 +143,14 @@ def gain(key: str, digits: int = 1) -> Callable[[Row], str]:
 def annotate(axes: Any, words: str, at: tuple[float, float], shift: tuple[float, float], **style: Any) -> None:
     """Write words beside a point of a figure, shifted by so many points of type."""
     axes.annotate(words, at, shift, textcoords="offset points", **style)
+
+
+def median_imbalance(rank_load: NDArray[np.floating]) -> NDArray[np.float64]:
+    """Return max ÷ median over ranks [layer] of a load [layer, rank], as Sem-MoE does; 1 for a layer without load.
+
+    Infinite if more than half of the ranks have no load.
+    """
+    median = np.median(rank_load, axis=1)
+    peak = rank_load.max(axis=1)
+    ratio = np.divide(peak, median, out=np.full(len(peak), np.inf), where=median > 0)
+    return np.where(peak > 0, ratio, 1.0)

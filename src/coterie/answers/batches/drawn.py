@@ -1,7 +1,7 @@
 """The random workload used without a trace: requests of several domains, each of which prefers its own experts.
 
-Fitted to the published results of CAPS (60 experts, top 4, batches of 8), at 150 and 300 requests per second.
-lab/benchmarks/fit_caps.py repeats the fit; ``coterie evaluate caps`` compares the results with the published ones.
+Fitted to the published results of CAPS (60 experts, top 4, batches of 8), at 150 and 300 requests per second;
+``coterie evaluate caps`` compares the results with the published ones.
 """
 
 from __future__ import annotations

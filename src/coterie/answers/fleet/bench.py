@@ -15,13 +15,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.costs.lines import DecodeStepPrices
+from coterie.batching import strategies
+from coterie.costs.lines import DecodeStepPrices, StepCost
 from coterie.costs.presets import step_model
 from coterie.costs.step import StepModel
 from coterie.errors import check
 from coterie.models import get_model
 from coterie.routing import Calibration, Router, RouterFit, routers, share_out
 from coterie.sim import FleetConfig, FleetRequests, FleetRun, Recordings, draw_requests, run_fleet
+from coterie.sim.fleet.batching import Batching
 from coterie.traces.activations import ActivationTrace
 from coterie.types import INFINIBAND_400G, Placement
 
@@ -37,7 +39,7 @@ CONTEXT = 512
 
 
 class Source(NamedTuple):
-    """A recorded trace and the footprints of its requests."""
+    """A recorded trace and the footprints of the requests to use, by default all that have both phases."""
 
     trace: ActivationTrace
     counts: Calibration
@@ -51,7 +53,7 @@ class Halves(NamedTuple):
 
 
 def split(source: Source, seed: int) -> Halves:
-    order = np.random.default_rng([seed, 0]).permutation(source.trace.num_requests)
+    order = np.random.default_rng([seed, 0]).permutation(source.counts.requests)
     middle = len(order) // 2
     return Halves(np.sort(order[:middle]), np.sort(order[middle:]))
 
@@ -97,6 +99,8 @@ class Bench:
     """Domain → its workers, shared out in proportion to the calibration requests; empty if the trace has no domains."""
     seed: int
     placement: Placement | None = None
+    strategy: str | None = None
+    """Strategy that chooses from the queues of the decoders; None serves them in order."""
 
     @property
     def prices(self) -> DecodeStepPrices:
@@ -118,7 +122,15 @@ class Bench:
             until_s=until_s,
             placement=self.placement,
             duplicates="refuse" if self.in_flight else "postpone",
+            batching=self.batching,
         )
+
+    @property
+    def batching(self) -> Batching | None:
+        if self.strategy is None:
+            return None
+        cost = StepCost.for_phase(self.model, "decode", self.config.places, CONTEXT, self.placement)
+        return Batching(strategies.make(self.strategy, {"cost": cost}), seed=self.seed)
 
     def runs(self, chosen: dict[str, Router]) -> Iterator[ServedRun]:
         """Serve the same requests under every router, round robin first.

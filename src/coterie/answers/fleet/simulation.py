@@ -18,7 +18,6 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from coterie.answers.fleet.bench import BASE, REQUESTS, ROOM, Bench, Halves, ServedRun, Source, bench_of, split
 from coterie.answers.plan.memory import RankMemory
@@ -68,6 +67,12 @@ class FleetSettings:
     """Mean requests per decoder of a closed loop."""
     prefill: int = 0
     """Prefill workers; with 0, requests arrive at the decoders with their prompts already computed."""
+    prompts: bool = False
+    """Whether decoders compute the prompts as well; there are then no prefill workers."""
+    kv_tokens: int | None = None
+    """KV memory of a decoder in tokens, cached prefixes included; None is unbounded."""
+    strategy: str | None = None
+    """Batching strategy that chooses from the decoders' queues; None serves them in order."""
     routers: tuple[str, ...] | None = None
     """Routers to compare; None takes every registered router that can be made from the trace."""
     base: str = SHORTEST_QUEUE
@@ -91,7 +96,7 @@ class FleetSettings:
     def __post_init__(self) -> None:
         check_at_least(1, decoders=self.decoders, in_flight=self.in_flight, splits=self.splits, requests=self.requests)
         check_at_least(0, prefill=self.prefill, seed=self.seed)
-        check_at_least(1, places=self.places)
+        check_at_least(1, places=self.places, kv_tokens=self.kv_tokens)
         for name in (self.base, *(self.routers or ())):
             known_routers.check(name)
         check_positive(rate=self.rate)
@@ -160,6 +165,10 @@ class FleetReport:
     skipped: dict[str, str] = field(default_factory=dict)
     """Router that could not be made → reason."""
     notes: list[str] = field(default_factory=list)
+    overlap: float = np.inf
+    """Requests to serve ÷ those left out, for the intervals."""
+    summaries: list[dict[str, FleetSummary]] = field(default_factory=list, repr=False)
+    """[split] summary of every router's run."""
 
     @property
     def best(self) -> FleetRow:
@@ -183,7 +192,7 @@ class FleetReport:
             f"{best.router} {change(best.saved_pct.mean, 'mean TPOT')}",
             base.router,
             f"no interval: {'one split' if self.splits == 1 else 'every split serves all requests'}",
-            _tail(*best.saved_p99_pct),
+            tail_said(*best.saved_p99_pct),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -191,10 +200,25 @@ class FleetReport:
             {key: value._asdict() if isinstance(value, Interval) else value for key, value in row._asdict().items()}
             for row in self.rows
         ]
-        return asdict(self) | {"rows": rows, "verdict": self.verdict, "pays": self.pays}
+        kept = replace(self, summaries=[])
+        return asdict(kept) | {"rows": rows, "verdict": self.verdict, "pays": self.pays}
+
+    def saved(self, metric: str, router: str, base: str, other: FleetReport | None = None) -> Interval:
+        """Return the percent that a router saves of a metric against `base`, in this report or in `other`.
+
+        `other` must have served the same requests, in the same splits.
+        """
+        runs, others = self.summaries, (other or self).summaries
+        return saved_of(metric, [run[router] for run in runs], [run[base] for run in others], self.overlap)
 
 
-def _tail(saved: float, low: float | None, high: float | None) -> str:
+def saved_of(metric: str, ours: Sequence[FleetSummary], base: Sequence[FleetSummary], overlap: float) -> Interval:
+    """Return the percent of a metric that runs save against others, split by split."""
+    value = attrgetter(metric)
+    return interval([100.0 * (1.0 - value(one) / value(other)) for one, other in zip(ours, base, strict=True)], overlap)
+
+
+def tail_said(saved: float, low: float | None, high: float | None) -> str:
     """Say what becomes of p99; empty if there is no interval."""
     if low is None or high is None or low >= -P99_SLACK_PCT:
         return "" if low is None else "p99 no worse"
@@ -223,24 +247,30 @@ class _Split(NamedTuple):
 
 
 def simulate_fleet(
-    trace: ActivationTrace, model: StepModel, settings: FleetSettings, report: Report = lambda *_: None
+    trace: ActivationTrace,
+    model: StepModel,
+    settings: FleetSettings,
+    report: Report = lambda *_: None,
+    source: Source | None = None,
 ) -> FleetReport:
-    """Simulate the trace's requests under each router, once per split."""
+    """Simulate the trace's requests under each router, once per split; `source` is the trace, counted already."""
     spec, meta = model.spec, trace.meta
     check(
         (meta.num_layers, meta.num_experts) == (spec.num_moe_layers, spec.num_experts),
         f"the trace has {meta.num_layers} layers of {meta.num_experts} experts; {spec.name} has "
         f"{spec.num_moe_layers} MoE layers of {spec.num_experts}: name the model it was recorded on",
     )
-    report("Counting requests", 0, settings.splits)
-    source = Source(trace, calibration(trace))
+    if source is None:
+        report("Counting requests", 0, settings.splits)
+        source = Source(trace, calibration(trace))
     runs: list[_Split] = []
     for number in range(settings.splits):
         runs.append(_run(source, model, settings, settings.seed + number))
         report("Serving", len(runs), settings.splits)
     served = [run.served for run in runs]
+    summaries = [{name: one.summary for name, one in run.items()} for run in served]
     everyone = [one for run in served for one in run.values()]
-    rows = [_row(name, settings.base, served, runs[0].overlap) for name in settings.names if name in served[0]]
+    rows = [_row(name, settings.base, summaries, runs[0].overlap) for name in settings.names if name in served[0]]
     loads = [run[settings.base].summary.worker_in_flight.mean() for run in served]
     return FleetReport(
         model=model.spec.name,
@@ -255,6 +285,8 @@ def simulate_fleet(
         rows=rows[:1] + sorted(rows[1:], key=lambda row: -row.saved_pct.mean),
         skipped=runs[0].skipped,
         notes=_notes(source, model, settings, everyone, runs[0].overlap),
+        overlap=runs[0].overlap,
+        summaries=summaries,
     )
 
 
@@ -285,6 +317,7 @@ def _run(source: Source, model: StepModel, settings: FleetSettings, seed: int) -
         settings.fitted,
     )
     bench = replace(bench, config=_config(settings, settings.places or max(LEAST_PLACES, ROOM * per_decoder)))
+    bench = replace(bench, strategy=settings.strategy)
     if requests is not None:
         bench = replace(bench, requests=requests, in_flight=None)
     chosen, skipped = _routers(bench, settings)
@@ -330,8 +363,14 @@ def _timed(recordings: Recordings, settings: FleetSettings, rng: np.random.Gener
 
 
 def _config(settings: FleetSettings, places: int) -> FleetConfig:
-    link = INFINIBAND_400G if settings.prefill else None
-    return FleetConfig(decode_workers=settings.decoders, prefill_workers=settings.prefill, places=places, link=link)
+    return FleetConfig(
+        decode_workers=settings.decoders,
+        prefill_workers=settings.prefill,
+        both=settings.prompts,
+        places=places,
+        kv_tokens=settings.kv_tokens,
+        link=INFINIBAND_400G if settings.prefill else None,
+    )
 
 
 def _mean_load(requests: FleetRequests, model: StepModel, settings: FleetSettings) -> int:
@@ -372,15 +411,12 @@ def _metrics(served: ServedRun) -> _Served:
     return _Served(whole, run.postponed / len(run.arrival_s), growth)
 
 
-def _row(name: str, base: str, runs: Sequence[dict[str, _Served]], overlap: float) -> FleetRow:
-    def values(router: str, field: str) -> NDArray[np.float64]:
-        return np.array([attrgetter(field)(run[router].summary) for run in runs], np.float64)
+def _row(name: str, base: str, runs: Sequence[dict[str, FleetSummary]], overlap: float) -> FleetRow:
+    def mean(metric: str) -> float:
+        return float(np.mean([attrgetter(metric)(run[name]) for run in runs]))
 
-    def mean(field: str) -> float:
-        return float(values(name, field).mean())
-
-    def saved(field: str) -> Interval:
-        return interval(100.0 * (1.0 - values(name, field) / values(base, field)), overlap)
+    def saved(metric: str) -> Interval:
+        return saved_of(metric, [run[name] for run in runs], [run[base] for run in runs], overlap)
 
     return FleetRow(
         router=name,
@@ -425,7 +461,7 @@ def _notes(
             not settings.closed and max(run.growth for run in runs) > GROWING
         ),
         "TTFT is from handoff to the first decoded token: prompts are not computed without prefill workers.": (
-            not settings.prefill
+            not settings.prefill and not settings.prompts
         ),
     }
     return [note for note, holds in notes.items() if holds]

@@ -5,34 +5,30 @@ The sentences are built from the numbers and say what the numbers mean for servi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 
 from coterie.answers import figures
 from coterie.answers.inspect.inspection import Inspection, best_grouping
 from coterie.answers.inspect.loads import HOT_EXPERTS, LayerLoad
+from coterie.answers.page import Cell, Part, Section, write_report
 
 PUBLISHED_CORRELATION = (0.70, 0.92)
 """Range of prefill-decode correlation in published measurements."""
-Cell = str | float | int | None
+
+PAGE = "report.html"
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
-    key: str
-    """Anchor of the section on the page, and name of the figure's file."""
-    title: str
-    meaning: str
-    columns: tuple[str, ...]
-    rows: list[tuple[Cell, ...]]
-    plot: Callable[[Any, figures.Theme], None] | None = None
-    alt: str = ""
-    """Text alternative of the figure, for screen readers."""
-    height_in: float = figures.HEIGHT_IN
+def write_inspection(found: Inspection, folder: Path) -> list[Path]:
+    """Write the report of an inspection, and return the page and the figures."""
+    shown, missing = sections(found), not_there(found)
+    trace = Part("The trace", found.notes, ("field", "value"), overview(found))
+    last = [Part("Not in this trace", missing)] if missing else []
+    title = f"Coterie inspect: {Path(found.trace).name or found.trace}"
+    return write_report(folder, PAGE, title, [Part("Findings", shown), trace, *shown, *last])
 
 
 def sections(found: Inspection) -> list[Section]:

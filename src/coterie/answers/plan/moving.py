@@ -1,26 +1,27 @@
 """What requests notice while a plan's moves run: their latency in a simulated group that serves meanwhile.
 
-Requests arrive at random at a share of what the group can serve at most. Every token's experts are drawn from the load
-that the plan was made for, each layer by itself: tokens of real requests are more alike, and their steps less even.
+Requests arrive at random at a share of what the group can serve at most, and join the shortest queue. Every token's
+experts are drawn from the load that the plan was made for, each layer by itself: tokens of real requests are more
+alike, and their steps less even.
 The same requests are served without the change, by an engine that stops for it, and by one that moves weights beside
 its steps; the change begins at several moments.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
+from coterie.answers.plan.changes import Once, change_to
 from coterie.answers.plan.plans import Planned
 from coterie.answers.suites import Report
-from coterie.costs.movement import staged_exposed
 from coterie.errors import check
-from coterie.placement.migration.rounds import MigrationLimits, schedule_moves
 from coterie.sim.fleet.requests import FleetRequests, Recordings, order_apart
-from coterie.sim.group.serving import MOST_RANKS, GroupPrices, GroupServedRun, Rebalance, ServeSettings, ServingGroup
+from coterie.sim.group.serving import MOST_RANKS, GroupPrices, GroupServedRun, ServeSettings, ServingGroup
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 1024, 128
 RECORDINGS, ROWS = 32, 256
@@ -53,11 +54,11 @@ class MovingRow(NamedTuple):
     """Time from the first move until as many tokens were served as without it, median; None if that is not reached."""
 
 
-def check_moving(ranks: int, nodes: int, speeds: str | None) -> None:
-    """Raise unless a change of the placement can be simulated; spare slots show when the load is read."""
+def check_moving(ranks: int, speeds: str | None) -> None:
+    """Raise unless a change of the placement can be simulated."""
     check(
-        nodes == 1 and speeds is None and 1 < ranks <= MOST_RANKS,
-        f"--latency simulates a change on one node of 2 to {MOST_RANKS} ranks that are equally fast",
+        speeds is None and 1 < ranks <= MOST_RANKS,
+        f"--latency simulates a change on 2 to {MOST_RANKS} ranks that are equally fast",
     )
 
 
@@ -70,30 +71,29 @@ def latency_while_moving(planned: Planned, report: Report = lambda *_: None) -> 
     recordings = _recordings(planned.load.tokens, planned.load.spec.top_k, rng)
     prompts, outputs = (np.full(count, tokens) for tokens in (PROMPT_TOKENS, OUTPUT_TOKENS))
     requests = FleetRequests(recordings, order_apart(RECORDINGS, count, rng), prompts, outputs)
-    prices = GroupPrices.of(model, ServeSettings(PROMPT_TOKENS))
-    now, after = (ServingGroup(prices, of.placement, requests) for of in (planned.now, planned.plan))
+    prices = GroupPrices.of(model, ServeSettings())
+    now = ServingGroup(prices, planned.now.placement, requests)
     at_once_s = now.serve(np.zeros(count)).end_s
     arrival_s = np.cumsum(rng.exponential(at_once_s / count / BUSY, count))
     plain = now.serve(arrival_s)
-    limits = MigrationLimits(problem.objective.expert_bytes)
-    schedule = schedule_moves(now.placement, after.placement, problem.topology, limits)
-    layers, moved_s = [switch.layer for switch in schedule.switches], schedule.ready_s
-    ways = {"stops": 1.0}
+    move = partial(change_to, now.placement, planned.plan.placement, problem.topology, problem.objective.expert_bytes)
+    ways = {"stops": move()}
     if {"device", "host-to-device"} <= model.contention.keys():
-        ways["staged"] = staged_exposed(model.contention, problem.topology)
+        ways["staged"] = move(model.contention)
+    movement_s = max(ways["stops"].moved_s, default=0.0)
     starts = np.linspace(0.2, 0.6, STARTS) * plain.end_s
     runs, recovered = {"none": [plain] * STARTS}, {"none": 0.0}
-    for movement, exposed in ways.items():
+    for movement, change in ways.items():
         runs[movement] = []
         for start in starts:
             report("Simulating requests while weights move", len(runs[movement]), STARTS)
-            runs[movement].append(now.serve(arrival_s, changes=[Rebalance(after, start, layers, moved_s, exposed)]))
+            runs[movement].append(now.serve(arrival_s, controller=Once(change, start)))
         late = [_caught_up(plain, run, start) for run, start in zip(runs[movement], starts, strict=True)]
         recovered[movement] = float(np.median(late))
-    window_s = max(schedule.movement_s, *(late for late in recovered.values() if np.isfinite(late)))
+    window_s = max(movement_s, *(late for late in recovered.values() if np.isfinite(late)))
     return [
         _row(movement, runs[movement], plain, starts, window_s)._replace(
-            moving_s=0.0 if movement == "none" else schedule.movement_s, recovered_s=late if np.isfinite(late) else None
+            moving_s=0.0 if movement == "none" else movement_s, recovered_s=late if np.isfinite(late) else None
         )
         for movement, late in recovered.items()
     ]

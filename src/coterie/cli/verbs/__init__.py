@@ -69,6 +69,7 @@ def plugin_option() -> Any:
 
 
 VERBS = {
+    "advise": Verb("Say which decisions pay on your own traffic, and write the files that turn them on.", 30),
     "bench": Verb("Measure how fast Coterie is on this machine."),
     "calibrate": Verb("Measure this machine's device and fit the step-time model to it."),
     "convert": Verb("Read a trace of any known format and write it in another."),

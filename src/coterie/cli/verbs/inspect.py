@@ -60,10 +60,10 @@ def inspect_command(
         inspection = inspect_trace(opened, str(trace), np.random.default_rng(seed), progress, window)
     written: dict[str, Any] = {}
     if out_folder is not None:
-        from coterie.answers.page import write_report
+        from coterie.answers.inspect.sections import write_inspection
 
-        pages = write_report(inspection, out_folder)
-        written = {"report": str(pages.page), "figures": [str(path) for path in pages.figures]}
+        page, *pictures = write_inspection(inspection, out_folder)
+        written = {"report": str(page), "figures": [str(path) for path in pictures]}
     verdict = inspect_verdict(inspection)
     if json_output:
         print_json({**msgspec.to_builtins(inspection), **written, "verdict": verdict.sentence, "next": verdict.then})

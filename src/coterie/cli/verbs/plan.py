@@ -242,7 +242,7 @@ def plan_command(
         tables=tables,
     )
     if latency:
-        check_moving(ranks, nodes, speeds)
+        check_moving(ranks, speeds)
     with reporting("Planning") as report:
         planned = make_plan(options, report)
         found = summary(planned)

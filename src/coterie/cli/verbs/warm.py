@@ -28,6 +28,7 @@ GROUPS: tuple[tuple[tuple[str, ...], ...], ...] = (
         (ROUTES, "trace"),
         ("fleet", "trace", "--decoders", "2", "--in-flight", "4", "--requests", "24", "--splits", "2", "--rate", "40"),
         ("tokens", "trace-with-tokens", "-o", "loads.safetensors"),
+        ("advise", "trace", "--decoders", "2", "--in-flight", "4", "--requests", "24", "--splits", "2", "--ranks", "4"),
         ("inspect", "trace"),
         ("plan", "trace", "--ranks", "4", "--slots", "36", "--split", "optimal"),
     ),

@@ -48,7 +48,7 @@ from coterie.traces import (
 )
 from coterie.traces.readers.base import ReadOptions
 from coterie.types import DECODE, PREFILL, ModelSpec
-from coterie.wire.routed_experts import decode_sglang
+from coterie.wire.routed_experts import decode_sglang_rows, listed_tokens
 
 Mode = Literal["routed", "recorder"]
 
@@ -343,9 +343,18 @@ def parse_answer(body: Mapping[str, Any], spec: ModelSpec) -> RoutedAnswer:
         raise InputError(f"says prompt_tokens={prompt}, completion_tokens={output}: both must be at least 1")
     if payload is None:
         raise NotReturnedError("carries no routed_experts")
-    ids = _moe_rows(payload, _first(places, "routed_experts_dtype", str), prompt + output - 1, spec)
+    try:
+        ids = decode_sglang_rows(payload, spec, prompt + output - 1, _first(places, "routed_experts_dtype", str))
+    except InputError as error:
+        raise InputError(f"routed_experts {error}") from None
+    if ids.shape[1] == spec.num_layers:
+        ids = ids[:, list(spec.moe_layer_ids)]
     _check_rows(ids, spec)
-    return RoutedAnswer(ids, prompt, output, _token_ids(places, prompt, output))
+    before, after = _first(places, "prompt_token_ids", list), _first(places, "output_ids", list)
+    after = after or _first(places, "token_ids", list)
+    listed = len(before or ()) == prompt and len(after or ()) == output
+    tokens = listed_tokens(before, after, len(ids)) if listed else None
+    return RoutedAnswer(ids, prompt, output, None if tokens is None else tokens.astype(np.int32))
 
 
 def _places(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -367,21 +376,6 @@ def _first(places: list[Mapping[str, Any]], name: str, kind: type) -> Any:
     return next((place[name] for place in places if type(place.get(name)) is kind), None)
 
 
-def _moe_rows(payload: str, dtype: str | None, rows: int, spec: ModelSpec) -> NDArray[np.integer]:
-    """Decode the rows of the MoE layers. SGLang sends all hidden layers; payloads of MoE layers only are detected."""
-    problem = ""
-    for layers in (spec.num_layers, spec.num_moe_layers):
-        try:
-            ids = decode_sglang(payload, layers, spec.top_k, dtype)
-        except InputError as error:
-            problem = problem or f"routed_experts {error}"
-            continue
-        if len(ids) == rows:
-            return ids[:, list(spec.moe_layer_ids)] if layers == spec.num_layers else ids
-        problem = f"routed_experts has {len(ids)} rows of {layers} layers x {spec.top_k}, expected {rows} ({spec.name})"
-    raise InputError(problem)
-
-
 def _check_rows(ids: NDArray[np.integer], spec: ModelSpec) -> None:
     if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < spec.num_experts:
         raise InputError(f"routed_experts from {ids.min()} to {ids.max()}; {spec.name} has {spec.num_experts} experts")
@@ -390,16 +384,6 @@ def _check_rows(ids: NDArray[np.integer], spec: ModelSpec) -> None:
         if empty.size:
             token, layer = int(empty[0][0]), spec.moe_layer_ids[int(empty[0][1])]
             raise InputError(f"routed_experts of token {token}, layer {layer} is all zero: it was not captured")
-
-
-def _token_ids(places: list[Mapping[str, Any]], prompt: int, output: int) -> NDArray[np.int32] | None:
-    before = _first(places, "prompt_token_ids", list)
-    after = _first(places, "output_ids", list) or _first(places, "token_ids", list)
-    if before is None or after is None or (len(before), len(after)) != (prompt, output):
-        return None
-    listed = [*before, *after[:-1]]
-    valid = all(type(token) is int and 0 <= token < 2**31 for token in listed)
-    return np.array(listed, np.int32) if valid else None
 
 
 SETTLE_S, DUMP_WAIT_S = 1.0, 60.0

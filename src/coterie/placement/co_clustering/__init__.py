@@ -5,14 +5,6 @@ request with data-parallel attention (one rank for all layers). An activation wh
 local and needs no communication.
 """
 
-from coterie.placement.co_clustering.base import (
-    ITEMS_HINT,
-    CoClusters,
-    Items,
-    cost,
-    local_activations,
-    median_imbalance,
-    placed_ranks,
-)
+from coterie.placement.co_clustering.base import ITEMS_HINT, CoClusters, Items, cost, local_activations, placed_ranks
 
-__all__ = ["ITEMS_HINT", "CoClusters", "Items", "cost", "local_activations", "median_imbalance", "placed_ranks"]
+__all__ = ["ITEMS_HINT", "CoClusters", "Items", "cost", "local_activations", "placed_ranks"]

@@ -6,7 +6,7 @@ in tokens and activations of the window that the items were counted in, summed o
 (per layer, or one for all layers), every expert of a layer has one rank, and ranks hold equal numbers of experts.
 
 The first term counts the tokens of items, not the load of experts: a placement with a low cost may still put all hot
-experts on one rank. :func:`median_imbalance` measures this imbalance.
+experts on one rank.
 """
 
 from __future__ import annotations
@@ -147,17 +147,6 @@ def cost(items: Items, expert_ranks: Ranks, ranks: Ranks, num_ranks: int, theta:
     tokens = np.stack([np.bincount(row, items.frequency, num_ranks) for row in np.asarray(ranks, np.int64)])
     uneven = np.abs(tokens - items.frequency.sum() / num_ranks).sum(axis=1) * items.layers_each
     return np.asarray(theta * uneven + (1 - theta) * remote)
-
-
-def median_imbalance(rank_load: NDArray[np.floating]) -> Array:
-    """Return max ÷ median over ranks [layer] of a load [layer, rank], as Sem-MoE does; 1 for a layer without load.
-
-    Infinite if more than half of the ranks have no load.
-    """
-    median = np.median(rank_load, axis=1)
-    peak = rank_load.max(axis=1)
-    ratio = np.divide(peak, median, out=np.full(len(peak), np.inf), where=median > 0)
-    return np.where(peak > 0, ratio, 1.0)
 
 
 @njit()

@@ -1,1 +1,1 @@
-"""Moving experts while serving: transfer rounds, the migration state machine, and the memory budget of replicas."""
+"""Moving experts while serving: transfer rounds and the migration state machine."""

@@ -124,17 +124,6 @@ class Schedule:
         return self.limits.staging_experts(self.current.slots_per_rank)
 
     @property
-    def peak_staging_bytes(self) -> float:
-        """Largest number of bytes that a rank has in staging during any single switch."""
-        per_rank = self.current.slots_per_rank
-        most = [max(Counter(t.slot // per_rank for t in s.transfers).values()) for s in self.switches]
-        return max(most, default=0) * self.limits.expert_bytes
-
-    @property
-    def num_rounds(self) -> int:
-        return sum(len(switch.rounds) for switch in self.switches)
-
-    @property
     def moved_bytes(self) -> float:
         """Bytes sent over links; copies inside a rank are not counted."""
         per_rank = self.current.slots_per_rank

@@ -188,7 +188,9 @@ def counted_step_us(
     if slot_rows.shape[1] > per_layer or ranks > 1:
         fill_slots(counts, slots[0], slots[1], slots[2], slot_rows)
         rank_tokens[:] = tokens
-        layers_us(p, experts, blend, links, slot_rows, np.empty((0, 0, 0), np.int64), rank_tokens, touched, parts)
+        layers_us(
+            p, experts, blend, links, slot_rows, np.empty((0, 0, 0), np.int64), rank_tokens, touched, False, parts
+        )
         for layer in range(layers):
             distinct += _touched(counts[layer])
             total += parts[0, layer] + parts[1, layer]

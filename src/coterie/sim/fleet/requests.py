@@ -8,7 +8,7 @@ similar requests look better than it is. So the uses are drawn far apart, and th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple, Protocol
@@ -21,7 +21,7 @@ from coterie.errors import ConfigError, check, check_at_least, check_given, chec
 from coterie.footprints.counting import footprint
 from coterie.routing import Fleet, Router
 from coterie.traces import ActivationTrace, RequestTrace
-from coterie.types import ModelSpec
+from coterie.types import PREFILL, ModelSpec
 
 DEFAULT_BLOCK_TOKENS = 16
 """Tokens in a KV block if the trace has no prefixes: the default of vLLM."""
@@ -45,6 +45,9 @@ class Recordings:
     domains: Sequence[str] | None = None
     prompt_tokens: NDArray[np.int64] | None = None
     """Length of the recorded request's prompt; None if unknown."""
+    prefix_blocks: Sequence[NDArray[np.integer]] | None = None
+    """[recording] numbers of the prompt's blocks; None if prompts share nothing."""
+    block_tokens: int = DEFAULT_BLOCK_TOKENS
 
     def __len__(self) -> int:
         return len(self.prompt_row)
@@ -79,37 +82,45 @@ def split_recordings(
     For traces of decode only. Requests with fewer than `least_tokens` tokens are left out.
     """
     check(0.0 < share < 1.0, f"share={share} must be between 0 and 1")
-    return _recordings(trace, rows, np.maximum(1, (share * trace.lengths).astype(np.int64)), max(2, least_tokens))
+    return _recordings(trace, rows, lambda phase: max(1, int(share * len(phase))), max(2, least_tokens))
 
 
 def phase_recordings(trace: ActivationTrace, rows: NDArray[np.integer] | None = None) -> Recordings:
     """Return recordings with the prompt and decoded tokens of the trace. Requests without both are left out."""
-    return _recordings(trace, rows, np.asarray(trace.requests.prompt_tokens), 2)
+    return _recordings(trace, rows, lambda phase: int((phase == PREFILL).sum()), 2)
 
 
 def _recordings(
-    trace: ActivationTrace, rows: NDArray[np.integer] | None, cuts: NDArray[np.int64], least_tokens: int
+    trace: ActivationTrace,
+    rows: NDArray[np.integer] | None,
+    prompt_rows: Callable[[NDArray[np.uint8]], int],
+    least_tokens: int,
 ) -> Recordings:
+    """Return recordings whose prompts have `prompt_rows` of the tokens' phases; a prefix may be without tokens."""
     experts, domains = trace.meta.num_experts, trace.requests.domains
-    numbers = np.arange(trace.num_requests) if rows is None else np.asarray(rows, np.int64)
-    lengths = trace.lengths[numbers]
-    cut = cuts[numbers]
-    kept = (lengths >= least_tokens) & (cut >= 1) & (cut < lengths)
-    check(kept.any(), f"none of {len(numbers)} requests has a prompt and decoded tokens, {least_tokens} in all")
-    numbers, lengths, cut = numbers[kept], lengths[kept], cut[kept]
-    ids = [np.asarray(trace.request(int(number)).expert_ids) for number in numbers]
+    wanted = range(trace.num_requests) if rows is None else np.asarray(rows, np.int64).tolist()
+    read = {number: trace.request(number) for number in wanted}
+    cuts = {number: prompt_rows(tokens.phase) for number, tokens in read.items()}
+    kept = [n for n, tokens in read.items() if len(tokens.phase) >= least_tokens and 1 <= cuts[n] < len(tokens.phase)]
+    check(kept, f"none of {len(read)} requests has a prompt and decoded tokens, {least_tokens} in all")
+    numbers, cut = np.array(kept, np.int64), np.array([cuts[number] for number in kept], np.int64)
+    ids = [np.asarray(read[number].expert_ids) for number in kept]
+    lengths = np.array([len(rows) for rows in ids], np.int64)
     first = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
     shown = np.array([footprint(rows[:at], experts) for rows, at in zip(ids, cut, strict=True)])
+    blocks = trace.requests.prefix_blocks
     return Recordings(
         np.concatenate(ids),
         experts,
         first,
-        cut.astype(np.int64),
+        cut,
         first + cut,
-        (lengths - cut).astype(np.int64),
+        lengths - cut,
         shown,
         None if domains is None else [domains[int(number)] for number in numbers],
         np.asarray(trace.requests.prompt_tokens)[numbers],
+        None if blocks is None else [np.asarray(blocks[int(number)]) for number in numbers],
+        trace.requests.block_tokens or DEFAULT_BLOCK_TOKENS,
     )
 
 
@@ -142,7 +153,7 @@ def draw_requests(
     longest_prompt: int | None = None,
     apart: int | None = None,
 ) -> FleetRequests:
-    """Draw requests with the lengths of their recordings, or with the times, lengths and prefixes of `arrivals`.
+    """Draw requests with the lengths and prefixes of their recordings, or with times, lengths, prefixes of `arrivals`.
 
     Uses of one recording are at least `apart` requests apart, by default half the number of recordings. With more
     requests in flight than that, some must wait for others.
@@ -155,7 +166,11 @@ def draw_requests(
     if arrivals is None:
         prompts = recordings.prompt_tokens if recordings.prompt_tokens is not None else recordings.prompt_rows
         prompt_tokens = np.clip(prompts[recorded], 1, longest_prompt)
-        return FleetRequests(recordings, recorded, prompt_tokens, recordings.decode_rows[recorded])
+        drawn = FleetRequests(recordings, recorded, prompt_tokens, recordings.decode_rows[recorded])
+        own = recordings.prefix_blocks
+        if own is None:
+            return drawn
+        return _with_blocks(drawn, [own[row] for row in recorded.tolist()], prompts[recorded], recordings.block_tokens)
     arrival_s = check_given(arrivals.arrival_s, "arrivals has no arrival times")
     rows = (int(rng.integers(max(1, len(arrivals) - count + 1))) + np.arange(count)) % len(arrivals)
     times = np.concatenate([[0.0], np.cumsum(np.maximum(0.0, np.diff(arrival_s, append=arrival_s[-1])[rows]))[:-1]])
@@ -166,15 +181,20 @@ def draw_requests(
     drawn = FleetRequests(recordings, recorded, prompt_tokens, np.maximum(1, arrivals.output_tokens[rows]), times)
     if arrivals.prefix_blocks is None or arrivals.block_tokens is None:
         return drawn
-    whole = prompt_tokens == arrivals.prompt_tokens[rows]
-    lengths = np.where(whole, prompt_tokens, prompt_tokens // arrivals.block_tokens)  # no prompt has more blocks
-    taken = [
-        np.asarray(arrivals.prefix_blocks[row])[:length]
-        for row, length in zip(rows.tolist(), lengths.tolist(), strict=True)
-    ]
-    offsets = np.concatenate([[0], np.cumsum([len(blocks) for blocks in taken])]).astype(np.int64)
+    blocks = [np.asarray(arrivals.prefix_blocks[row]) for row in rows.tolist()]
+    return _with_blocks(drawn, blocks, arrivals.prompt_tokens[rows], arrivals.block_tokens)
+
+
+def _with_blocks(
+    drawn: FleetRequests, blocks: Sequence[NDArray[np.integer]], full: NDArray[np.integer], block_tokens: int
+) -> FleetRequests:
+    """Add the blocks [request] of prompts that had `full` [request] tokens before they were cut."""
+    cut = drawn.prompt_tokens
+    lengths = np.where(cut == full, cut, cut // block_tokens)  # no prompt has more blocks than tokens
+    taken = [own[:length] for own, length in zip(blocks, lengths.tolist(), strict=True)]
+    offsets = np.concatenate([[0], np.cumsum([len(own) for own in taken])]).astype(np.int64)
     numbers = np.unique(np.concatenate(taken), return_inverse=True)[1].astype(np.int64)
-    return replace(drawn, block_offsets=offsets, blocks=numbers, block_tokens=arrivals.block_tokens)
+    return replace(drawn, block_offsets=offsets, blocks=numbers, block_tokens=block_tokens)
 
 
 def check_fleet_requests(requests: FleetRequests, spec: ModelSpec, in_flight: int | None) -> None:

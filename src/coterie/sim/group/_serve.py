@@ -3,7 +3,7 @@
 A lane is a queue of requests with its own attention batch: one lane per rank with data-parallel attention, a single
 lane with tensor-parallel attention. All lanes step together.
 
-The loop stops between two steps and goes on from there: a placement may change, and weights move, in between.
+The loop stops between two steps and goes on from there: a router chooses a rank, a placement changes, weights move.
 """
 
 from __future__ import annotations
@@ -15,11 +15,39 @@ from numpy.typing import NDArray
 
 from coterie._numba import helper, njit
 from coterie.costs.composition import Floats, Ints, StepTables, layers_us, step_us
-from coterie.sim.group.prompts import PromptTables, deal_layers
 from coterie.sim.group.step import SlotTables, dispatch
 
-START, REST, EXPERTS, EXCHANGE, RING, MOVES, REMOTE, ACTIVATIONS, DECODED, PROMPT = range(10)
-"""Columns of the step log: start in seconds, five durations in microseconds, then counts of activations and tokens."""
+START, REST, EXPERTS, EXCHANGE, RING, MOVES, REMOTE, ACTIVATIONS, DECODED, PROMPT, ACTIVE, BALANCE = range(12)
+"""Columns of the step log: start in seconds, five durations in microseconds, counts of activations and tokens, active
+slots and balancedness, both means over layers."""
+ARRIVED, ENDED, STEPS = range(3)
+"""Indices of `Progress.counts`."""
+HEAD, TAIL, QUEUED, PRESENT, RUNNING, WAITING, KV_USED, CAPACITY, KV_MOST = range(9)
+"""Rows of `Progress.lanes`: first and last waiting request, or -1; requests that wait, that wait or run, and that run;
+prompt tokens left to compute; KV memory in use, there is, and most in use so far, in tokens."""
+OVER, DECIDE, GROW, FITS = range(4)
+"""Why the loop stops: all requests are served or `until_s` is reached; the next request needs a lane; the log is full;
+the KV memory in use fits the capacity."""
+IN_ORDER = -1
+"""Predicted rank of a token without a prediction: it gets the first rank with room."""
+
+
+class Replayed(NamedTuple):
+    """Requests of a run and the recordings that they replay."""
+
+    arrival_s: Floats
+    prompts: Ints
+    """[request] prompt tokens."""
+    outputs: Ints
+    recorded: Ints
+    ids: NDArray[np.integer]
+    """[row, layer, k] experts of the recordings' tokens."""
+    prompt_row: Ints
+    prompt_rows: Ints
+    decode_row: Ints
+    decode_rows: Ints
+    predicted: Ints
+    """[layer, row] predicted rank of a token; empty with data-parallel attention."""
 
 
 class Progress(NamedTuple):
@@ -27,262 +55,304 @@ class Progress(NamedTuple):
 
     clock: Floats
     """[1] seconds."""
-    arrived: Ints
-    """[1] number of requests that have arrived."""
+    counts: Ints
     first_s: Floats
     """[request] end of the step that gave the first token; NaN before."""
     finish_s: Floats
     decoded: Ints
     """[request] output tokens; -1 in the step that ends the prompt."""
-    pieces: Ints
-    """[request] computed pieces of the prompt."""
+    computed: Ints
+    """[request] computed prompt tokens."""
     lane_of: Ints
-    """[request] -1 until it arrives, unless it was given."""
+    """[request] -1 until a router chooses it, unless it was given."""
     behind: Ints
     """[request] next request in the queue of its lane, or -1."""
+    ended: Ints
+    """[end] requests that were served or dropped, in order of time."""
     lanes: Ints
-    """[6, lane] first and last waiting request, or -1; requests that wait, that wait or run, and that run; prompt
-    pieces left to compute."""
     active: Ints
     """[lane, place] running requests."""
     turns: Ints
     """[layer, expert] whose turn it is among an expert's slots."""
+    asked: Floats
+    """[rank, layer, expert] activations by the tokens' rank; empty if nobody asks for them."""
 
     @classmethod
-    def start(cls, lane_of: Ints, lanes: int, places: int, turns: tuple[int, int]) -> Progress:
+    def start(cls, lane_of: Ints, lanes: int, places: int, capacity: int, asked: Floats) -> Progress:
         """Return the beginning of a run."""
         count = len(lane_of)
-        begun = np.zeros((6, lanes), np.int64)
-        begun[:2] = -1
+        begun = np.zeros((9, lanes), np.int64)
+        begun[:2], begun[CAPACITY] = -1, capacity
         return cls(
-            np.zeros(1),
-            np.zeros(1, np.int64),
-            np.full(count, np.nan),
-            np.full(count, np.nan),
-            np.zeros(count, np.int64),
-            np.zeros(count, np.int64),
-            lane_of,
-            np.full(count, -1),
-            begun,
-            np.empty((lanes, places), np.int64),
-            np.zeros(turns, np.int64),
+            clock=np.zeros(1),
+            counts=np.zeros(3, np.int64),
+            first_s=np.full(count, np.nan),
+            finish_s=np.full(count, np.nan),
+            decoded=np.zeros(count, np.int64),
+            computed=np.zeros(count, np.int64),
+            lane_of=lane_of,
+            behind=np.full(count, -1),
+            ended=np.empty(count, np.int64),
+            lanes=begun,
+            active=np.empty((lanes, places), np.int64),
+            turns=np.zeros(asked.shape[1:], np.int64),
+            asked=asked,
         )
 
 
-@helper()
-def _add_piece(
-    rows: Ints,
-    crossing: Ints,
-    piece_rows: NDArray[np.uint32],
-    sent: NDArray[np.int32],
-    got: NDArray[np.int32],
-    home: int,
-) -> None:
-    """Add a piece of a prompt to the step; `home` is the rank of its tokens, or -1 if they are split over all ranks."""
-    layers, ranks = crossing.shape[1], crossing.shape[2]
-    for number in range(layers):
-        for slot in range(rows.shape[1]):
-            rows[number, slot] += np.int64(piece_rows[number, slot])
-        for rank in range(ranks):
-            if home < 0:
-                crossing[0, number, rank] += sent[number, rank]
-                crossing[1, number, rank] += got[number, rank]
-            elif rank != home:
-                crossing[0, number, home] += sent[number, rank]
-                crossing[1, number, rank] += got[number, rank]
+@njit()
+def deal_layers(predicted: NDArray[np.integer], picked: Ints, count: int, ranks: int, home: Ints) -> None:
+    """Fill home [layer, token] with ranks: the predicted rank while it has room; each rank has room for an equal share.
 
-
-@helper()
-def _longer(log: Floats) -> Floats:
-    """Return a copy of the log with room for twice the steps."""
-    longer = np.empty((2 * len(log), log.shape[1]))
-    for step in range(len(log)):
-        for column in range(log.shape[1]):
-            longer[step, column] = log[step, column]
-    return longer
-
-
-@helper()
-def _pick_lane(affinity: Floats, waiting: Ints, present: Ints, prompt: int, ahead: int) -> int:
-    """Return the lane of highest affinity among the least busy ones; ties go to the lane with fewest requests.
-
-    Least busy are the lanes without a prompt piece left to compute (`waiting`). If all have some, they are the lanes
-    with less than `prompt` pieces more than the least. Lanes that have `ahead` requests more than the lane with fewest
-    are excluded, unless that excludes all.
+    Tokens whose predicted rank is full, and tokens without a prediction, go in order to the first rank with room.
     """
-    most, fewest = waiting.min(), present.min()
-    if most > 0:
-        most += prompt - 1
-    room = False
-    for lane in range(len(waiting)):
-        room = room or (waiting[lane] <= most and present[lane] < fewest + ahead)
-    best = -1
-    for lane in range(len(waiting)):
-        if waiting[lane] > most or (room and present[lane] >= fewest + ahead):
-            continue
-        better = best < 0 or affinity[lane] > affinity[best]
-        if better or (affinity[lane] == affinity[best] and present[lane] < present[best]):
-            best = lane
-    return best
+    room = np.empty(ranks, np.int64)
+    for layer in range(len(home)):
+        for rank in range(ranks):
+            room[rank] = (count + ranks - 1) // ranks
+        for token in range(count):
+            wanted = np.int64(predicted[layer, picked[token]])
+            home[layer, token] = IN_ORDER
+            if wanted >= 0 and room[wanted] > 0:
+                home[layer, token] = wanted
+                room[wanted] -= 1
+        free = 0
+        for token in range(count):
+            if home[layer, token] == IN_ORDER:
+                while room[free] == 0:
+                    free += 1
+                home[layer, token] = free
+                room[free] -= 1
+
+
+@helper()
+def _leave(state: Progress, request: int, lane: int) -> None:
+    """Count a request out of its lane: it was served or dropped."""
+    state.ended[state.counts[ENDED]] = request
+    state.counts[ENDED] += 1
+    state.lanes[PRESENT, lane] -= 1
+
+
+@helper()
+def _arrive(state: Progress, request: int, lane: int, prompt: int) -> None:
+    lanes = state.lanes
+    if lanes[HEAD, lane] < 0:
+        lanes[HEAD, lane] = request
+    else:
+        state.behind[lanes[TAIL, lane]] = request
+    lanes[TAIL, lane] = request
+    lanes[QUEUED, lane] += 1
+    lanes[PRESENT, lane] += 1
+    lanes[WAITING, lane] += prompt
+    state.counts[ARRIVED] += 1
+
+
+@helper()
+def _drop(state: Progress, work: Replayed) -> None:
+    """Drop requests at the head of a queue that are larger than all KV memory of their rank."""
+    lanes = state.lanes
+    for lane in range(lanes.shape[1]):
+        while lanes[HEAD, lane] >= 0:
+            request = lanes[HEAD, lane]
+            if work.prompts[request] + work.outputs[request] <= lanes[CAPACITY, lane]:
+                break
+            lanes[HEAD, lane] = state.behind[request]
+            lanes[QUEUED, lane] -= 1
+            lanes[WAITING, lane] -= work.prompts[request]
+            _leave(state, request, lane)
+
+
+@helper()
+def _admit(state: Progress, work: Replayed, lane: int, places: int, piece: int, budget: int) -> bool:
+    """Start the next waiting request if there are a place, KV memory and tokens for its first piece."""
+    lanes, request = state.lanes, state.lanes[HEAD, lane]
+    if request < 0 or lanes[RUNNING, lane] == places or min(piece, work.prompts[request]) > budget:
+        return False
+    used = lanes[KV_USED, lane] + work.prompts[request] + work.outputs[request]
+    if used > lanes[CAPACITY, lane]:
+        return False
+    state.active[lane, lanes[RUNNING, lane]] = request
+    lanes[HEAD, lane] = state.behind[request]
+    lanes[QUEUED, lane] -= 1
+    lanes[RUNNING, lane] += 1
+    lanes[KV_USED, lane] = used
+    lanes[KV_MOST, lane] = max(lanes[KV_MOST, lane], used)
+    return True
+
+
+@helper()
+def _end_step(state: Progress, work: Replayed, clock: float) -> None:
+    lanes, active = state.lanes, state.active
+    for lane in range(lanes.shape[1]):
+        kept = 0
+        for at in range(lanes[RUNNING, lane]):
+            request = active[lane, at]
+            if state.computed[request] == work.prompts[request]:
+                if state.decoded[request] < 0:
+                    state.decoded[request], state.first_s[request] = 1, clock
+                else:
+                    state.decoded[request] += 1
+            if state.decoded[request] >= work.outputs[request]:
+                state.finish_s[request] = clock
+                lanes[KV_USED, lane] -= work.prompts[request] + work.outputs[request]
+                _leave(state, request, lane)
+            else:
+                active[lane, kept] = request
+                kept += 1
+        lanes[RUNNING, lane] = kept
+
+
+@helper()
+def _slots_used(rows: Ints, ranks: int, entry: Floats) -> None:
+    """Log the active slots and mean ÷ max rows of a rank, both means over layers."""
+    layers, per_rank, active, balance = len(rows), rows.shape[1] // ranks, 0, 0.0
+    for layer in range(layers):
+        most, total = 0, 0
+        for rank in range(ranks):
+            mine = 0
+            for slot in range(rank * per_rank, (rank + 1) * per_rank):
+                mine += rows[layer, slot]
+                active += rows[layer, slot] > 0
+            most, total = max(most, mine), total + mine
+        balance += total / (ranks * most) if most > 0 else 1.0
+    entry[ACTIVE], entry[BALANCE] = active / layers, balance / layers
 
 
 @njit()
 def serve(
     state: Progress,
-    arrival_s: Floats,
-    affinity: Floats,
-    ahead: int,
-    recorded: Ints,
-    outputs: Ints,
-    ids: NDArray[np.integer],
-    decode_row: Ints,
-    decode_rows: Ints,
+    work: Replayed,
     slots: SlotTables,
-    predicted: NDArray[np.integer],
-    prompts: PromptTables,
     tables: StepTables,
     links: Floats,
     routing: Floats,
     ring: Floats,
     spread: int,
     chunk: int,
-    prompt_tokens: int,
+    piece: int,
     deduplicate: bool,
+    even: bool,
+    rows: Ints,
+    picked: Ints,
+    home: Ints,
+    log: Floats,
     until_s: float,
     exposed: float,
     moved_s: float,
-) -> Floats:
+    fits: bool,
+) -> int:
     """Serve requests until all are done, or until the first step that would start at `until_s` or later.
 
-    Return the log of the steps and change `state`. A request whose lane_of is -1 gets its lane on arrival, by affinity
-    [recording, lane] (see `_pick_lane`). If predicted [layer, row] is not empty, attention is tensor parallel: `spread`
-    ranks share a step's tokens, and the times routing [tokens] and ring [fixed, per token] are added. While weights
-    move, until `moved_s`, steps get slower by the share `exposed` of the time that both take.
+    Return why the loop stops, and change `state` and the `log` of the steps. rows [layer, slot], picked [token] and
+    home [1 or layer, token] are working memory. Prices are those of `GroupPrices`. With tensor-parallel attention
+    `spread` ranks share a step's tokens, and the times routing [tokens] and ring [fixed, per token] are added. While
+    weights move, until `moved_s`, steps get slower by the share `exposed` of the time that both take. With `fits`, also
+    stop once all lanes use no more KV memory than their capacity.
     """
-    ranks, layers, top_k = slots.own.shape[1], ids.shape[1], ids.shape[2]
-    piece_tokens = prompts.tokens
-    tensor, pieces = len(predicted) > 0, len(piece_tokens)
-    first_s, finish_s, decoded, done_pieces = state.first_s, state.finish_s, state.decoded, state.pieces
-    lane_of, behind, active, arrived = state.lane_of, state.behind, state.active, state.arrived[0]
-    head, tail, queued, present, running, waiting = (
-        state.lanes[0],
-        state.lanes[1],
-        state.lanes[2],
-        state.lanes[3],
-        state.lanes[4],
-        state.lanes[5],
-    )
-    lanes, places = active.shape
-    picked = np.empty(lanes * places, np.int64)
-    home = np.empty((layers if tensor else 1, lanes * places), np.int64)
-    prompt, computed = np.empty(3, np.int64), np.empty(ranks, np.int64)
-    rows, crossing = np.zeros((layers, prompts.rows.shape[3]), np.int64), np.zeros((2, layers, ranks), np.int64)
-    parts, asked = np.empty((2, layers)), np.empty((0, layers, slots.own.shape[2]))
-    log, steps, clock = np.empty((1024, 10)), 0, state.clock[0]
+    arrival_s, ids, recorded, prompts, computed = work.arrival_s, work.ids, work.recorded, work.prompts, state.computed
+    ranks, layers, top_k = slots.nearest.shape[1], ids.shape[1], ids.shape[2]
+    tensor, lanes, active, running = len(work.predicted) > 0, state.lanes, state.active, state.lanes[RUNNING]
+    places = active.shape[1]
+    prompt, batch = np.empty(3, np.int64), np.empty(ranks, np.int64)
+    crossing, parts = np.zeros((2, layers, ranks), np.int64), np.empty((2, layers))
+    clock = state.clock[0]
     while True:
-        while arrived < len(recorded) and arrival_s[arrived] <= clock:
-            if lane_of[arrived] < 0:
-                lane_of[arrived] = _pick_lane(affinity[recorded[arrived]], waiting, present, pieces, ahead)
-            lane = lane_of[arrived]
-            if head[lane] < 0:
-                head[lane] = arrived
-            else:
-                behind[tail[lane]] = arrived
-            tail[lane] = arrived
-            queued[lane] += 1
-            present[lane] += 1
-            waiting[lane] += pieces
-            arrived += 1
-        if present.sum() == 0:  # no request is left in the group: jump to the next arrival
+        while state.counts[ARRIVED] < len(recorded) and arrival_s[state.counts[ARRIVED]] <= clock:
+            request = state.counts[ARRIVED]
+            if state.lane_of[request] < 0:
+                return DECIDE
+            _arrive(state, request, state.lane_of[request], prompts[request])
+        _drop(state, work)
+        if fits and (lanes[KV_USED] <= lanes[CAPACITY]).all():
+            return FITS
+        if lanes[PRESENT].sum() == 0:  # no request is left in the group: jump to the next arrival
+            arrived = state.counts[ARRIVED]
             if arrived == len(recorded) or arrival_s[arrived] > until_s:
-                break
+                return OVER
             clock = arrival_s[arrived]
+            state.clock[0] = clock
             continue
         if clock >= until_s:
-            break
+            return OVER
+        if state.counts[STEPS] == len(log):
+            return GROW
         rows[:, :] = 0
         crossing[:, :, :] = 0
-        rest, idle, tokens, count, here, decoding_all = 0.0, 1.0, 0, 0, 0, 0
-        for lane in range(lanes):
-            decoding, context = 0, 0
+        rest, idle, count, decoding_all = 0.0, 1.0, 0, 0
+        for lane in range(lanes.shape[1]):
+            begun, context = count, 0
             for at in range(running[lane]):
                 request = active[lane, at]
-                if done_pieces[request] == pieces:
-                    recording, number = recorded[request], decoded[request] - 1
-                    picked[count] = decode_row[recording] + number % decode_rows[recording]
-                    if not tensor:
-                        home[0, count] = lane
-                    count, decoding, context = count + 1, decoding + 1, context + prompt_tokens + number
+                if computed[request] == prompts[request]:
+                    recording, number = recorded[request], state.decoded[request] - 1
+                    picked[count] = work.decode_row[recording] + number % work.decode_rows[recording]
+                    count, context = count + 1, context + prompts[request] + number
+            decoding = count - begun
             budget = chunk - decoding
             prompt[0], prompt[1], prompt[2], at = 0, 0, 0, 0
             while True:  # running prompts in order, then waiting ones while places are free
-                if at == running[lane]:
-                    if running[lane] == places or head[lane] < 0 or piece_tokens[0] > budget:
-                        break
-                    active[lane, at] = head[lane]
-                    head[lane] = behind[head[lane]]
-                    queued[lane] -= 1
-                    running[lane] += 1
+                if at == running[lane] and not _admit(state, work, lane, places, piece, budget):
+                    break
                 request = active[lane, at]
-                begun = done_pieces[request]
-                while done_pieces[request] < pieces and piece_tokens[done_pieces[request]] <= budget:
-                    piece, recording = done_pieces[request], recorded[request]
-                    if piece == begun:
-                        prompt[1] += begun * piece_tokens[0]
-                        prompt[2] += 1
-                    _add_piece(
-                        rows,
-                        crossing,
-                        prompts.rows[recording, piece],
-                        prompts.sent[recording, piece],
-                        prompts.got[recording, piece],
-                        -1 if tensor else lane,
-                    )
-                    here += prompts.local[recording, piece, 0 if tensor else lane]
-                    prompt[0] += piece_tokens[piece]
-                    budget -= piece_tokens[piece]
-                    done_pieces[request] += 1
-                    waiting[lane] -= 1
-                    if done_pieces[request] == pieces:
-                        decoded[request] = -1  # marks that the first token is produced at the end of this step
                 at += 1
-            lane_tokens = decoding + prompt[0]
-            tokens += lane_tokens
+                left = prompts[request] - computed[request]
+                taken = min(left, budget)
+                if taken < left:
+                    taken -= taken % piece
+                if taken <= 0:
+                    continue
+                prompt[0] += taken
+                prompt[1] += computed[request]
+                prompt[2] += 1
+                first, length = work.prompt_row[recorded[request]], work.prompt_rows[recorded[request]]
+                number = computed[request] % length
+                for _ in range(taken):
+                    picked[count] = first + number
+                    count, number = count + 1, number + 1 if number + 1 < length else 0
+                budget -= taken
+                computed[request] += taken
+                lanes[WAITING, lane] -= taken
+                if taken == left:
+                    state.decoded[request] = -1  # marks that the first token is produced at the end of this step
+            lane_tokens = count - begun
             decoding_all += decoding
             if prompt[0] == 0:
                 idle *= tables.padded[1, lane_tokens]
                 lane_tokens = int(tables.padded[0, lane_tokens])
-            if decoding + prompt[0] > 0:
+            if count > begun:
                 mine = step_us(
                     tables.dense, tables.attention, 0.0, lane_tokens, decoding, context, prompt[0], prompt[1], prompt[2]
                 )
                 rest = max(rest, mine)
             if not tensor:
-                computed[lane] = lane_tokens
+                batch[lane] = lane_tokens
+                home[0, begun:count] = lane
         if tensor:
-            deal_layers(predicted, picked, count, ranks, home)
+            deal_layers(work.predicted, picked, count, ranks, home)
         remote = dispatch(
             ids,
             picked,
             count,
             home,
-            slots.own,
+            slots.nearest,
             slots.holders,
             slots.copies,
             state.turns,
             rows,
             crossing,
-            asked,
+            state.asked,
             deduplicate,
         )
-        remote += (tokens - decoding_all) * layers * top_k - here
         around = 0.0
         if tensor:
-            share = (tokens + spread - 1) // spread
-            computed[:] = share
+            share = (count + spread - 1) // spread
+            batch[:] = share
             rest += routing[share]
             around = ring[0] + ring[1] * (share * spread)
-        layers_us(tables.p, tables.experts, tables.blend, links, rows, crossing, computed, 1.0 - idle, parts)
+        if even:
+            for layer in range(layers):
+                crossing[1, layer, :] = (crossing[1, layer].sum() + ranks - 1) // ranks
+        layers_us(tables.p, tables.experts, tables.blend, links, rows, crossing, batch, 1.0 - idle, even, parts)
         computing, exchange = 0.0, 0.0
         for number in range(layers):
             computing += parts[0, number]
@@ -291,30 +361,18 @@ def serve(
         slower_s = 0.0
         if clock < moved_s:
             slower_s = min(taken_s * exposed / (1.0 - exposed), exposed * (moved_s - clock))
-        if steps == len(log):
-            log = _longer(log)
-        log[steps, START], log[steps, REST], log[steps, EXPERTS] = clock, rest, computing
-        log[steps, EXCHANGE], log[steps, RING], log[steps, REMOTE] = exchange, around, remote
-        log[steps, MOVES] = 1e6 * slower_s
-        log[steps, ACTIVATIONS], log[steps, DECODED] = tokens * layers * top_k, decoding_all
-        log[steps, PROMPT] = tokens - decoding_all
-        steps += 1
+        entry = log[state.counts[STEPS]]
+        entry[START], entry[REST], entry[EXPERTS], entry[EXCHANGE], entry[RING] = (
+            clock,
+            rest,
+            computing,
+            exchange,
+            around,
+        )
+        entry[MOVES], entry[REMOTE], entry[ACTIVATIONS] = 1e6 * slower_s, remote, count * layers * top_k
+        entry[DECODED], entry[PROMPT] = decoding_all, count - decoding_all
+        _slots_used(rows, ranks, entry)
+        state.counts[STEPS] += 1
         clock += taken_s + slower_s
-        for lane in range(lanes):
-            kept = 0
-            for at in range(running[lane]):
-                request = active[lane, at]
-                if done_pieces[request] == pieces:
-                    if decoded[request] < 0:
-                        decoded[request], first_s[request] = 1, clock
-                    else:
-                        decoded[request] += 1
-                if decoded[request] >= outputs[request]:
-                    finish_s[request] = clock
-                    present[lane] -= 1
-                else:
-                    active[lane, kept] = request
-                    kept += 1
-            running[lane] = kept
-    state.clock[0], state.arrived[0] = clock, arrived
-    return log[:steps]
+        state.clock[0] = clock
+        _end_step(state, work, clock)

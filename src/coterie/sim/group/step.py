@@ -118,24 +118,20 @@ class LockstepGroup:
 
 
 def check_group(model: StepModel, placement: Placement) -> None:
-    """Raise unless a placement has the model's layers and experts, on all ranks of a topology of one node."""
+    """Raise unless a placement has the model's layers and experts, on all ranks of the model's topology."""
     check_placement(model, placement)
     topology = model.topology
     check(
         placement.num_ranks == topology.num_ranks,
         f"placement.num_ranks={placement.num_ranks} must equal topology.num_ranks={topology.num_ranks}",
     )
-    check(
-        topology.num_nodes == 1,
-        f"{topology.num_ranks} ranks in nodes of {topology.ranks_per_node}: it must be one node",
-    )
 
 
 class SlotTables(NamedTuple):
     """Slots to which an expert's tokens are sent. If a rank has two slots of an expert, only the first is used."""
 
-    own: NDArray[np.int64]
-    """[layer, rank, expert] slot of the expert on the rank, or -1."""
+    nearest: NDArray[np.int64]
+    """[layer, rank, expert] slot of the expert on the rank, or else its only slot, or else -1: its slots take turns."""
     holders: NDArray[np.int64]
     """[layer, expert, turn] slots of the expert, one per rank that holds it, then -1."""
     copies: NDArray[np.int64]
@@ -150,7 +146,13 @@ def slot_tables(placement: Placement) -> SlotTables:
         own[np.arange(layers), slot // placement.slots_per_rank, slots[:, slot]] = slot
     copies = (own >= 0).sum(axis=1)
     holders = np.take_along_axis(own, np.argsort(own < 0, axis=1, kind="stable"), axis=1).transpose(0, 2, 1)
-    return SlotTables(own, np.ascontiguousarray(holders), copies.astype(np.int64))
+    only = np.where(copies == 1, holders[:, :, 0], -1)[:, None]
+    nearest = np.where(own >= 0, own, only)
+    return SlotTables(nearest, np.ascontiguousarray(holders), copies.astype(np.int64))
+
+
+BLOCK = 256
+"""Tokens that are dispatched in one layer before the next: tables of a layer and the tokens' experts stay in caches."""
 
 
 @njit()
@@ -159,7 +161,7 @@ def dispatch(
     picked: NDArray[np.int64],
     count: int,
     home: NDArray[np.int64],
-    own: NDArray[np.int64],
+    nearest: NDArray[np.int64],
     holders: NDArray[np.int64],
     copies: NDArray[np.int64],
     turns: NDArray[np.int64],
@@ -174,33 +176,34 @@ def dispatch(
     is the rank of each token, the same in all layers or one per layer. `asked` [rank, layer, expert] counts activations
     by the token's rank; it may be empty.
     """
-    remote, slots, ranks = 0, rows.shape[1], own.shape[1]
-    rank_at = np.empty(slots, np.int64)  # [slot] rank; a division per activation would dominate
+    slots, ranks, layers, top_k, remote = rows.shape[1], nearest.shape[1], ids.shape[1], ids.shape[2], np.uint64(0)
+    rank_at = np.empty(slots, np.uint64)  # [slot] rank; a division per activation would dominate
     for slot in range(slots):
         rank_at[slot] = slot // (slots // ranks)
-    sent_to = np.full(ranks, -1, np.int64)  # [rank] last (layer, token) pair that sent a copy to it
-    for layer in range(ids.shape[1]):
-        homes = home[layer if len(home) > 1 else 0]
-        for token in range(count):
-            rank, row = homes[token], picked[token]
-            cell, away = layer * count + token, 0
-            for at in range(ids.shape[2]):
-                expert = np.int64(ids[row, layer, at])
-                if len(asked) > 0:
-                    asked[rank, layer, expert] += 1.0
-                slot = own[layer, rank, expert]
-                if slot < 0:
-                    slot = holders[layer, expert, 0]
-                    if copies[layer, expert] > 1:
+    kept = np.uint64(deduplicate)
+    for begin in range(0, count, BLOCK):
+        for layer in range(layers):
+            homes, computed, received = home[layer if len(home) > 1 else 0], rows[layer], crossing[1, layer]
+            for token in range(begin, min(begin + BLOCK, count)):
+                rank, experts = np.uint64(homes[token]), ids[picked[token], layer]
+                near, sent_to, away = nearest[layer, rank], np.uint64(0), np.uint64(0)  # sent_to: a bit for each rank
+                for at in range(top_k):
+                    expert = np.uint64(experts[at])  # unsigned: a negative index would be checked for
+                    slot = near[expert]
+                    if slot < 0:
                         turn = turns[layer, expert]
                         slot = holders[layer, expert, turn]
                         turns[layer, expert] = turn + 1 if turn + 1 < copies[layer, expert] else 0
-                    there = rank_at[slot]
-                    if not deduplicate or sent_to[there] != cell:
-                        away += 1
-                        crossing[1, layer, there] += 1
-                        sent_to[there] = cell
-                    remote += 1
-                rows[layer, slot] += 1
-            crossing[0, layer, rank] += away
-    return remote
+                    computed[np.uint64(slot)] += 1
+                    there = rank_at[np.uint64(slot)]
+                    crosses = np.uint64(there != rank)  # no branch: half of them would be mispredicted
+                    remote += crosses
+                    crosses &= ~(sent_to >> there)
+                    received[there] += np.int64(crosses)
+                    away += crosses
+                    sent_to |= kept << there
+                crossing[0, layer, rank] += np.int64(away)
+                if len(asked) > 0:
+                    for at in range(top_k):
+                        asked[rank, layer, np.uint64(experts[at])] += 1.0
+    return int(remote)

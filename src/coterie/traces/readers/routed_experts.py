@@ -30,7 +30,7 @@ from coterie.traces.readers.base import Reader, ReadOptions, readers
 from coterie.traces.requests import RequestTrace
 from coterie.traces.store import value_errors
 from coterie.types import DECODE, PREFILL, ModelSpec
-from coterie.wire.routed_experts import decode_sglang, decode_vllm, routed_layers
+from coterie.wire.routed_experts import decode_sglang_rows, decode_vllm, listed_tokens, routed_layers
 
 
 def find_model(*names: str | None) -> ModelSpec | None:
@@ -124,7 +124,7 @@ class _Line:
             except InputError as error:
                 raise self.error(field, str(error)) from None
             rows += len(ids) + 1 - prompt
-            tokens = _token_ids(body.get("prompt_token_ids"), choice.get("token_ids"), len(ids))
+            tokens = listed_tokens(body.get("prompt_token_ids"), choice.get("token_ids"), len(ids))
             name = _text(body.get("id"))
             yield _Answer(ids, prompt, f"{name}/{index}" if name and len(choices) > 1 else name, tokens)
         if rows != total:
@@ -140,30 +140,18 @@ class _Line:
             raise self.error("routed_experts", "is missing; the engine returns it only when started and asked to")
         if self.spec is None:
             raise self.error("routed_experts", "has no shape in SGLang's form; give a known --model")
-        problem = ""
-        for layers in (self.spec.num_layers, self.spec.num_moe_layers):
-            try:
-                ids = decode_sglang(payload, layers, self.spec.top_k, None if dtype is None else str(dtype))
-            except InputError as error:
-                problem = problem or str(error)
-                continue
-            if len(ids) == prompt + completion - 1:
-                return ids
-            problem = f"has {len(ids)} rows of {layers} layers; {prompt} + {completion} tokens have one row fewer"
-        raise self.error("routed_experts", problem)
+        try:
+            return decode_sglang_rows(
+                payload, self.spec, prompt + completion - 1, None if dtype is None else str(dtype)
+            )
+        except InputError as error:
+            raise self.error(
+                "routed_experts", f"{error}; the last of {completion} generated tokens has no row"
+            ) from None
 
 
 def _text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
-
-
-def _token_ids(prompt: Any, output: Any, rows: int) -> NDArray[np.int64] | None:
-    """Return the token id of every row, [token]; None if the answer does not list valid token ids."""
-    if not isinstance(prompt, list) or not isinstance(output, list):
-        return None
-    listed = [*prompt, *output][:rows]
-    valid = len(listed) == rows and all(type(token) is int and 0 <= token < 2**31 for token in listed)
-    return np.array(listed, np.int64) if valid else None
 
 
 def read_routed_experts(path: Path, options: ReadOptions) -> ActivationTrace:

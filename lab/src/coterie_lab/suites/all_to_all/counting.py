@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.costs.exchange import ExchangeTraffic, all_to_all_us, first_rank
-from coterie.errors import TraceError
+from coterie.costs.exchange import ExchangeTraffic, Locality, all_to_all_us, first_rank
+from coterie.errors import TraceError, check
 from coterie.traces.activations import ActivationTrace
 from coterie.types import Placement, Topology
 
@@ -43,6 +43,27 @@ def uniform_steps(steps: int, batch: int, experts: int, top_k: int, rng: np.rand
     """Draw ids [step, token, 1, k] evenly and without repetition: chance alone decides the busiest rank."""
     order = rng.random((steps, batch, 1, experts)).argpartition(top_k - 1, axis=-1)
     return np.ascontiguousarray(order[..., :top_k])
+
+
+def counted_locality(expert_ids: NDArray[np.integer], placement: Placement, topology: Topology) -> Locality:
+    """Count locality of activations [token, layer, k]; token t is on rank t mod ranks, an expert in its first slot."""
+    layers, ranks = placement.num_layers, topology.num_ranks
+    check(
+        expert_ids.ndim == 3 and expert_ids.shape[1] == layers and len(expert_ids),
+        f"expert_ids has shape {expert_ids.shape}; expected at least one token, [token, {layers}, k]",
+    )
+    check(placement.num_ranks == ranks, f"placement.num_ranks={placement.num_ranks} must be topology.num_ranks={ranks}")
+    to = np.stack([first_rank(placement, layer)[expert_ids[:, layer]] for layer in range(layers)], axis=1)
+    home = (np.arange(len(to)) % ranks)[:, None, None]
+    local, far = to == home, topology.rank_nodes[to] != topology.rank_nodes[home]
+    distinct = 1 + np.count_nonzero(np.diff(np.sort(to, axis=2), axis=2), axis=2)
+    cells = len(to) * layers
+    return Locality(
+        local=int(local.sum()) / cells,
+        remote=int((~local).sum()) / cells,
+        remote_ranks=int((distinct - local.any(axis=2)).sum()) / cells,
+        inter_node=int(far.sum()) / cells,
+    )
 
 
 class BusiestRank(NamedTuple):

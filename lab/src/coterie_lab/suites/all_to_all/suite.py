@@ -26,7 +26,6 @@ from coterie.costs.exchange import (
     ExchangeTraffic,
     Locality,
     all_to_all_us,
-    counted_locality,
     exchange_us,
     expected_locality,
     traffic_links,
@@ -38,7 +37,7 @@ from coterie.models import get_model
 from coterie.traces.activations import ActivationTrace
 from coterie.traces.readers import read_as
 from coterie.types import INFINIBAND_400G, NVLINK4, NVLINK5, Link, ModelSpec, Placement, Topology
-from coterie_lab.suites.all_to_all.counting import busiest_rank, sampled_steps, uniform_steps
+from coterie_lab.suites.all_to_all.counting import busiest_rank, counted_locality, sampled_steps, uniform_steps
 from coterie_lab.suites.shared import as_is, existing_paths, known_model, plain
 
 NAME = "all-to-all"

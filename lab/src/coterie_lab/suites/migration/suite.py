@@ -12,6 +12,7 @@ The remote share says nothing about how evenly ranks are loaded, nor about what 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +23,7 @@ import numpy as np
 from coterie.answers.suites import Column, Report, SuiteOptions, SuiteResult, SuiteTable
 from coterie.costs.exchange import ExchangeTraffic, Locality, all_to_all_us
 from coterie.placement.holdings import Held, held_by, remote_share
-from coterie.placement.migration.rounds import MigrationLimits, schedule_moves
+from coterie.placement.migration.rounds import MigrationLimits, Schedule, schedule_moves
 from coterie.placement.triggers.actions import ActionManager, ActionSettings
 from coterie.types import ModelSpec, Placement, Topology
 from coterie_lab.suites.all_to_all.suite import measured
@@ -206,13 +207,20 @@ def _execution_rows(model: str, bench: Bench, target: Held) -> list[dict[str, An
                 "refused_layers": len(schedule.refusals),
                 "transfers": len(schedule.transfers),
                 "switches": len(schedule.switches),
-                "rounds": schedule.num_rounds,
-                "staging_mb": schedule.peak_staging_bytes / 1e6,
+                "rounds": sum(len(switch.rounds) for switch in schedule.switches),
+                "staging_mb": _peak_staging_bytes(schedule) / 1e6,
                 "movement_ms": schedule.movement_s * 1e3,
                 "published": None,
             }
         )
     return rows
+
+
+def _peak_staging_bytes(schedule: Schedule) -> float:
+    """Return the largest number of bytes that a rank has in staging during any single switch."""
+    per_rank = schedule.current.slots_per_rank
+    most = [max(Counter(t.slot // per_rank for t in switch.transfers).values()) for switch in schedule.switches]
+    return max(most, default=0) * schedule.limits.expert_bytes
 
 
 def _data_note(path: Path, domains: Domains) -> str:

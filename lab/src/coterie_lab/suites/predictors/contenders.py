@@ -133,15 +133,22 @@ def _recent(
         recent: Any = predictors.make("recent_popularity")
         # Before the first request there is nothing to predict from, so it is seen from the start.
         first = next(request for request in order.tolist() if request in calibrates)
-        recent.observe(*calibrates[first], workers[first])
+        by_worker: dict[int | None, Any] = {}
+
+        def observe(request: int, recent: Any = recent, by_worker: dict[int | None, Any] = by_worker) -> None:
+            own = by_worker.setdefault(workers[request], predictors.make("recent_popularity"))
+            for predictor in (recent, own):
+                predictor.observe(*calibrates[request])
+
+        observe(first)
         overall: dict[str, Load] = {}
         of_worker: dict[str, Load] = {}
         for request in order.tolist():
             if request in calibrates and request != first:
-                recent.observe(*calibrates[request], workers[request])
+                observe(request)
             elif request in tests:
                 overall[str(request)] = recent.predict(PredictRequest())
-                of_worker[str(request)] = recent.of_worker(workers[request]).predict(PredictRequest())
+                of_worker[str(request)] = by_worker.get(workers[request], recent).predict(PredictRequest())
         made = _Made(overall, recent.num_layers, recent.num_experts)
         contenders.append(Contender(made, "recent_popularity", f"before it, {name}", asked))
     if domains is not None:  # shuffled; as listed, a domain's requests come together, and the worker matters little

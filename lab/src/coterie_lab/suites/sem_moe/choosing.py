@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.sim.fleet.requests import Recordings
-from coterie.sim.group.serving import GroupPrices, ServingGroup, summarise_served
+from coterie.sim.group.serving import GroupPrices, ServingGroup
 from coterie_lab.suites.sem_moe.contenders import Contender, ServingBench, serving_of
+from coterie_lab.suites.sem_moe.summaries import summarise_served
 
 CHOSEN = "coterie"
 MARGIN = 0.01
@@ -60,10 +61,13 @@ def take(recordings: Recordings, which: NDArray[np.int64]) -> Recordings:
     )
 
 
-def choose(trials: Sequence[Trial], prices: GroupPrices, output_tokens: int) -> dict[str, str]:
+def choose(trials: Sequence[Trial], prices: GroupPrices, prompt_tokens: int, output_tokens: int) -> dict[str, str]:
     """Choose for each limit the contender of the best mean score: the logarithm of vanilla's time over its own."""
     baselines = {contender.name: contender.baseline for contender in trials[0].contenders}
-    runs, vanilla = [_times(trial, prices, output_tokens) for trial in trials], trials[0].contenders[0].name
+    runs, vanilla = (
+        [_times(trial, prices, prompt_tokens, output_tokens) for trial in trials],
+        trials[0].contenders[0].name,
+    )
     means = {
         limit: {
             name: float(np.mean([np.log(run[limit][vanilla] / run[limit][name]) for run in runs]))
@@ -76,18 +80,19 @@ def choose(trials: Sequence[Trial], prices: GroupPrices, output_tokens: int) -> 
     return {"ttft": first, "e2e": best if means["e2e"][best] > means["e2e"][first] + E2E_MARGIN else first}
 
 
-def _times(trial: Trial, prices: GroupPrices, output_tokens: int) -> dict[str, dict[str, float]]:
+def _times(trial: Trial, prices: GroupPrices, prompt_tokens: int, output_tokens: int) -> dict[str, dict[str, float]]:
     """Time each contender: seconds to serve all at once (capacity, which bounds TTFT), and E2E at half load."""
     bench, times = trial.bench, dict[str, dict[str, float]](ttft={}, e2e={})
-    requests = bench.requests(bench.test, REQUESTS, prices.settings.prompt_tokens, output_tokens)
+    requests = bench.requests(bench.test, REQUESTS, prompt_tokens, output_tokens)
     unit_s, rate = bench.arrivals(REQUESTS), 0.0
     for contender in trial.contenders:
         group = ServingGroup(prices, contender.placement, requests)
-        ranks, affinity = serving_of(contender, requests.recorded)
-        drained = group.serve(np.zeros(REQUESTS), ranks, affinity=affinity).end_s
+        ranks, router = serving_of(contender, requests)
+        drained = group.serve(np.zeros(REQUESTS), ranks=ranks, router=router).end_s
         times["ttft"][contender.name] = drained
         rate = rate or HALF_LOAD * REQUESTS / drained
-        times["e2e"][contender.name] = summarise_served(group.serve(unit_s / rate, ranks, affinity=affinity)).e2e_p50_ms
+        half = group.serve(unit_s / rate, ranks=ranks, router=router)
+        times["e2e"][contender.name] = summarise_served(half).e2e_p50_ms
     return times
 
 

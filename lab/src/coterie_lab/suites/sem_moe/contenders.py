@@ -23,6 +23,7 @@ from coterie.footprints.counting import footprint, transitions
 from coterie.models import get_model
 from coterie.placement import Items, Load, Objective, planners
 from coterie.placement.holdings import held_by
+from coterie.routing import Decision, Fleet, Request
 from coterie.sim.fleet.requests import FleetRequests, Recordings, order_apart, split_recordings
 from coterie.traces.activations import ActivationTrace
 from coterie.traces.readers import read_as
@@ -41,7 +42,9 @@ STEP_TOKENS = 2048 * RANKS
 
 Schedule = Literal["rounds", "least_busy"]
 """rounds: every rank takes one request of a round (round robin without affinity), as published. least_busy: a rank with
-the least prompt tokens left to compute when the request arrives (:meth:`ServingGroup.serve` without ranks)."""
+the least prompt tokens left to compute when the request arrives (:class:`LeastBusy`)."""
+MOST_AHEAD = 2
+"""A rank with this many requests more than the rank with fewest gets no further ones while others are eligible."""
 
 
 class Contender(NamedTuple):
@@ -123,20 +126,45 @@ def best_token_ranks(placement: Placement, recordings: Recordings) -> NDArray[np
     return best
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LeastBusy:
+    """Router to the rank of highest affinity among the least busy ones; ties go to the rank with fewest requests.
+
+    Least busy are ranks without a prompt left to compute or, if all have some, ranks with less than a prompt more than
+    the least. Ranks MOST_AHEAD requests ahead of the rank with fewest are excluded, unless that excludes all.
+    """
+
+    affinity: NDArray[np.float64]
+    """[request, rank]"""
+
+    def route(self, request: Request, fleet: Fleet) -> Decision:
+        waiting, present = fleet.prefill_tokens, fleet.in_flight
+        least = waiting.min()
+        eligible = waiting < max(1, least + request.prompt_tokens * (least > 0))
+        near = eligible & (present < present.min() + MOST_AHEAD)
+        affinity = self.affinity[int(request.id)]
+        scores = np.where(near if near.any() else eligible, -affinity, np.inf)
+        rank = int(np.lexsort([present, scores])[0])
+        return Decision(rank, scores, "highest affinity of the least busy")
+
+
 class Serving(NamedTuple):
     """How a contender's requests get their ranks, as :meth:`ServingGroup.serve` takes it."""
 
     ranks: NDArray[np.int64] | None
     """[request] ranks known beforehand; None: decided when a request arrives."""
-    affinity: NDArray[np.float64] | None
+    router: LeastBusy | None
 
 
-def serving_of(contender: Contender, recorded: NDArray[np.int64]) -> Serving:
+def serving_of(contender: Contender, requests: FleetRequests) -> Serving:
+    recorded, ranks = requests.recorded, contender.placement.num_ranks
+    affinity = contender.affinity
     if contender.schedule == "least_busy":
-        return Serving(None, contender.affinity)
-    if contender.affinity is None:
-        return Serving(np.arange(len(recorded)) % contender.placement.num_ranks, None)
-    return Serving(schedule_requests(contender.affinity[recorded]), None)
+        scores = np.zeros((len(recorded), ranks)) if affinity is None else affinity[recorded]
+        return Serving(None, LeastBusy(scores))
+    if affinity is None:
+        return Serving(np.arange(len(recorded)) % ranks, None)
+    return Serving(schedule_requests(affinity[recorded]), None)
 
 
 def fitted_counts(bench: ServingBench) -> NDArray[np.int64]:

@@ -21,14 +21,7 @@ from typing import Any, NamedTuple
 
 from coterie.answers.runs import interval_of, with_ends
 from coterie.answers.suites import Report, SuiteOptions
-from coterie.sim.group.serving import (
-    Collectives,
-    GroupPrices,
-    ServeSettings,
-    ServeSummary,
-    ServingGroup,
-    summarise_served,
-)
+from coterie.sim.group.serving import Collectives, GroupPrices, ServeSettings, ServingGroup
 from coterie_lab.suites.sem_moe.contenders import (
     RANKS,
     Contender,
@@ -39,6 +32,7 @@ from coterie_lab.suites.sem_moe.contenders import (
 )
 from coterie_lab.suites.sem_moe.published import E2E_P50, TEXT_GAINS, TTFT_P99
 from coterie_lab.suites.sem_moe.serving import LINKS, METRICS, TRACES, Contenders, ServingCell
+from coterie_lab.suites.sem_moe.summaries import ServeSummary, summarise_served
 from coterie_lab.suites.shared import distinct_values, mean_of, recorded_data, run_cells, spread
 
 PART = "latency"
@@ -89,7 +83,7 @@ def serve_bench(bench: ServingBench, contenders: Sequence[Contender]) -> dict[Se
         for prompt in PROMPTS:
             requests = bench.requests(bench.test, REQUESTS, prompt, OUTPUT_TOKENS)
             for contender, collectives in plans:
-                settings = ServeSettings(prompt, PLACES, prompt + PLACES, prompt, True, collectives)
+                settings = ServeSettings(PLACES, prompt + PLACES, prompt, True, collectives)
                 prices = GroupPrices.of(bench.model(link), settings)
                 group = ServingGroup(prices, contender.placement, requests, contender.token_ranks)
                 key = Served(link.name, prompt, contender.name, collectives)

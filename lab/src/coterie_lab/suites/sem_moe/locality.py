@@ -28,7 +28,7 @@ from coterie.answers.runs import interval, with_ends
 from coterie.answers.suites import Report, SuiteOptions
 from coterie.dispatch.requests import schedule_requests
 from coterie.placement import Load, Objective, planners
-from coterie.placement.co_clustering import median_imbalance, placed_ranks
+from coterie.placement.co_clustering import placed_ranks
 from coterie.types import Placement, Topology
 from coterie_lab.suites.predictors.cases import trace_cases
 from coterie_lab.suites.sem_moe.homes import after_ranks, aligned, surer
@@ -41,7 +41,7 @@ from coterie_lab.suites.sem_moe.samples import (
     table_sample,
     token_sample,
 )
-from coterie_lab.suites.shared import run_cells, spread
+from coterie_lab.suites.shared import median_imbalance, run_cells, spread
 
 Row = dict[str, Any]
 

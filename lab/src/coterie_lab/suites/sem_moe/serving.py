@@ -19,14 +19,7 @@ from numpy.typing import NDArray
 
 from coterie.answers.runs import interval_of, with_ends
 from coterie.answers.suites import Report, SuiteOptions
-from coterie.sim.group.serving import (
-    GroupPrices,
-    GroupServedRun,
-    ServeSettings,
-    ServeSummary,
-    ServingGroup,
-    summarise_served,
-)
+from coterie.sim.group.serving import GroupPrices, GroupServedRun, ServeSettings, ServingGroup
 from coterie.types import INFINIBAND_400G, NVLINK4, Link
 from coterie_lab.suites.sem_moe.choosing import CHOSEN, Trial, choose, halves
 from coterie_lab.suites.sem_moe.contenders import (
@@ -38,6 +31,7 @@ from coterie_lab.suites.sem_moe.contenders import (
     serving_of,
 )
 from coterie_lab.suites.sem_moe.published import THROUGHPUT_GAINS
+from coterie_lab.suites.sem_moe.summaries import ServeSummary, summarise_served
 from coterie_lab.suites.shared import distinct_values, mean_of, recorded_data, run_cells, spread
 
 PART = "serving"
@@ -103,16 +97,15 @@ class Curve:
     """Metrics of a contender by rate of arrivals; runs are kept."""
 
     def __init__(self, bench: ServingBench, contender: Contender, prices: GroupPrices) -> None:
-        settings = prices.settings
-        self.requests = bench.requests(bench.test, MOST, settings.prompt_tokens, OUTPUT_TOKENS)
+        self.requests = bench.requests(bench.test, MOST, PROMPT_TOKENS, OUTPUT_TOKENS)
         self.group = ServingGroup(prices, contender.placement, self.requests)
-        self.ranks, self.affinity = serving_of(contender, self.requests.recorded)
+        self.ranks, self.router = serving_of(contender, self.requests)
         self.unit_s = bench.arrivals(MOST)
         self._runs: dict[tuple[float, int], tuple[ServeSummary, float]] = {}
 
     def serve(self, arrival_s: NDArray[np.float64]) -> GroupServedRun:
         ranks = None if self.ranks is None else self.ranks[: len(arrival_s)]
-        return self.group.serve(arrival_s, ranks, affinity=self.affinity)
+        return self.group.serve(arrival_s, ranks=ranks, router=self.router)
 
     def at(self, rate: float, count: int | None = None) -> ServeSummary:
         return self._run(rate, count)[0]
@@ -145,8 +138,7 @@ class Curve:
         ends = np.log([latency(low), latency(low + 1)])
         part = float(np.clip((np.log(slo_ms) - ends[0]) / (ends[1] - ends[0]), 0.0, 1.0))
         rate = float(guess * GRID ** (low + part))
-        tokens = self.group.prices.settings.prompt_tokens + OUTPUT_TOKENS
-        return Limit(rate, rate * tokens, self.duplicates_pct(guess * GRID**low, count))
+        return Limit(rate, rate * (PROMPT_TOKENS + OUTPUT_TOKENS), self.duplicates_pct(guess * GRID**low, count))
 
 
 def requests_at(rate: float) -> int:
@@ -185,9 +177,9 @@ def serve_bench(bench: ServingBench, contenders: Contenders, rates: Sequence[flo
     served: dict[tuple[Regime, str], Served] = {}
     for link in LINKS:
         for deduplicate in (False, True):
-            prices = GroupPrices.of(bench.model(link), ServeSettings(PROMPT_TOKENS, deduplicate=deduplicate))
+            prices = GroupPrices.of(bench.model(link), ServeSettings(deduplicate=deduplicate))
             results = _regime(bench, made, prices, rates)
-            chosen = choose(trials, prices, OUTPUT_TOKENS)
+            chosen = choose(trials, prices, PROMPT_TOKENS, OUTPUT_TOKENS)
             limits = {limit: results[name].limits[limit] for limit, name in chosen.items()}
             results[CHOSEN] = Served(results[chosen["ttft"]].curve, limits, chosen)
             served |= {(Regime(link.name, deduplicate), name): result for name, result in results.items()}

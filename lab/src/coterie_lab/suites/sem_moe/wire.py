@@ -1,9 +1,9 @@
 """Bytes on the wire of the expert-parallel layer beside the prediction; what shuffles and migrations add.
 
 Real processes joined by gloo run real routing through :mod:`coterie.engines.torch_ep`. The prediction is
-:func:`coterie.costs.exchange.counted_locality`: distinct remote ranks of each token where a dispatch deduplicates,
-remote activations where each is sent by itself; times the hidden state's bytes, there and back. Slots, weights and
-counts go with the rows: at the small hidden size here they are a larger share than at the model's own, 2,880.
+:func:`~coterie_lab.suites.all_to_all.counting.counted_locality`: distinct remote ranks of each token where a dispatch
+deduplicates, remote activations where each is sent by itself; times the hidden state's bytes, there and back. Slots,
+weights and counts go with the rows: at the small hidden size here they are a larger share than at the model's 2,880.
 
 Times are of gloo over the loopback, where copying rows takes a third of the time of sending them. They say little of
 GPUs, where it takes a tenth or less.
@@ -17,12 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.answers.suites import Report, SuiteOptions
-from coterie.costs.exchange import counted_locality
 from coterie.errors import UnavailableError
 from coterie.traces.activations import ActivationTrace
 from coterie.traces.readers import read_as
 from coterie.types import Placement, Topology
-from coterie_lab.suites.all_to_all.counting import sampled_steps
+from coterie_lab.suites.all_to_all.counting import counted_locality, sampled_steps
 
 TRACE = "gpt-oss-20b"
 RANKS = (2, 4, 8)

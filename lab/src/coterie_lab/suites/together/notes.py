@@ -20,7 +20,7 @@ WORSE_PCT = 2.0
 MINORITY_PCT = 5.0
 """The minority tenant's p99 TPOT may be at most this much above that of the baseline."""
 SETTING = (
-    "Rates are shares of what the baseline serves when all requests wait. The first tenth of the requests is not "
+    "Rates are shares of what the baseline serves when all requests wait. The first twentieth of the requests is not "
     "measured. Within limits: TTFT at most twice, TPOT at most 1.25 times the p95 of the baseline at half that load."
 )
 
@@ -95,6 +95,7 @@ RECOVERY = (
     "eplb, periodic, shortest queue",
     "ours, periodic, shortest queue",
     "ours, as it pays, shortest queue",
+    "ours, as it pays, pressure",
     "latency_aware + latency_aware",
 )
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from coterie.sim.fleet.metrics import LatencyLimits
 
-WARM_UP = 0.1
+WARM_UP = 0.05
 """Share of the requests, the first to arrive, that are served and not measured."""
 WINDOW = 50
 """Requests in a window of the time to recover."""

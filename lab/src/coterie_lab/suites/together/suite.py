@@ -1,6 +1,8 @@
-"""All decisions together: every configuration of a fleet, on real arrivals and recorded routing.
+"""All decisions together: every configuration of three fleets, on real arrivals and recorded or sampled routing.
 
     A    eight decoders of one GPU with prefill workers beside them: router x batching
+    B    an expert-parallel group of 8 ranks: placement x when it is planned anew x which rank takes a request
+    C    the same on four nodes of 8 ranks, in one cell
 
 The same requests are served under every configuration of a cell, over seeds; differences are paired. Step times are
 the calibrated model's, of an H200. Wrong to read as a measurement: docs/results/together.md.
@@ -19,7 +21,7 @@ from coterie.answers.suites import Report, SuiteOptions, SuiteResult
 from coterie.errors import UnavailableError
 from coterie_lab.suites.kept import KeptResults
 from coterie_lab.suites.shared import one_thread, recorded_data, run_cells
-from coterie_lab.suites.together import decoders
+from coterie_lab.suites.together import decoders, groups
 from coterie_lab.suites.together.figures import draw_figures
 from coterie_lab.suites.together.notes import LOADS, notes_of
 from coterie_lab.suites.together.notes import TABLES as TABLES
@@ -29,9 +31,10 @@ from coterie_lab.suites.together.traffic import ABRUPT, TRAFFICS
 
 NAME = "together"
 SEEDS = (0, 1, 2, 3, 4)
-REQUESTS = {"A": 1500}
+REQUESTS = {"A": 1500, "B": 1060, "C": 1060}
+"""Requests of a run: over five seeds at least 5,000 are measured in a cell."""
 QUICK = 300
-COMPARED = {"A": decoders.COMPARED}
+COMPARED = {"A": decoders.COMPARED, "B": groups.COMPARED, "C": groups.COMPARED}
 NO_DATA = "together needs recorded routing: set COTERIE_DATA to the folder of real data (docs/data.md)"
 
 
@@ -41,10 +44,11 @@ class Job(NamedTuple):
 
 
 def jobs_of(seeds: tuple[int, ...], quick: bool = False) -> list[Job]:
-    """Return all jobs; quick: one cell of each fleet."""
-    cells = [Cell(fleet, load, traffic) for fleet in COMPARED for load in LOADS for traffic in TRAFFICS]
+    """Return all jobs, the longest first; quick: one cell of fleets A and B."""
+    cells = [Cell("C", LOADS[0], ABRUPT)]
+    cells += [Cell(fleet, load, traffic) for fleet in ("B", "A") for load in LOADS for traffic in TRAFFICS]
     if quick:
-        cells = [Cell(fleet, LOADS[0], ABRUPT) for fleet in COMPARED]
+        cells = [Cell(fleet, LOADS[0], ABRUPT) for fleet in ("B", "A")]
     return [Job(cell, seed) for cell in cells for seed in seeds]
 
 
@@ -52,7 +56,9 @@ def jobs_of(seeds: tuple[int, ...], quick: bool = False) -> list[Job]:
 def serve_job(job: Job, data: Path, requests: int | None, quick: bool = False) -> dict[str, Outcome]:
     (fleet, load, traffic), seed = job
     count = requests or (QUICK if quick else REQUESTS[fleet])
-    return decoders.serve_decoders(load, traffic, seed, count, data)
+    if fleet == "A":
+        return decoders.serve_decoders(load, traffic, seed, count, data)
+    return groups.serve_groups(fleet, load, traffic, seed, count, data)
 
 
 def run(options: SuiteOptions, report: Report) -> SuiteResult:
