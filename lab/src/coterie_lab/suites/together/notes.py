@@ -36,7 +36,7 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
         notes += [_tail_note(fleet, whole, runs), _minority_note(fleet, whole, runs)]
     shifted = [row for row in rows if row["kind"] == "run" and row["recovers"] is not None]
     notes += [_recovery_note(fleet, [row for row in shifted if row["fleet"] == fleet]) for fleet in wholes]
-    if any(row["seeds"] < 2 for row in rows):
+    if any(row["seeds"] < 2 for row in rows if row["kind"] == "run"):
         notes.append("One seed: no difference above has an interval, and none is sure.")
     return [note for note in [*notes, *_pair_notes(rows)] if note]
 
