@@ -32,8 +32,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.engines.recording import FLUSH_S, Sending, check_listening
-from coterie.engines.torch_files import read_sglang_recorder
-from coterie.errors import ConfigError, InputError, TraceError, UnavailableError, UnknownNameError, check
+from coterie.engines.torch_files import read_rank_dumps, read_sglang_recorder
+from coterie.errors import ConfigError, InputError, UnavailableError, UnknownNameError, check
 from coterie.models import get_model, model_from_config
 from coterie.net.http_client import Client, HttpResult, Tally, completion_body, completion_path, server_url
 from coterie.prompts import Prompt
@@ -46,6 +46,7 @@ from coterie.traces import (
     TraceMeta,
     check_new_folder,
 )
+from coterie.traces.activations import concat_requests
 from coterie.traces.readers.base import ReadOptions
 from coterie.types import DECODE, PREFILL, ModelSpec
 from coterie.wire.routed_experts import NotReturnedError, RoutedAnswer, parse_sglang_answer
@@ -363,44 +364,18 @@ def read_dumps(files: Sequence[Path], options: ReadOptions, shared_by: int) -> A
     """Read the new files of one dump; `shared_by` is :func:`ranks_sharing_tokens`."""
     ranks = {path: int(rank[1]) for path in files if (rank := re.search(r"_(\d{1,6})\.pt$", path.name))}
     if len(files) == 1 or len(ranks) < len(files):
-        return _known(read_sglang_recorder(files[-1], options), files[-1])
-    first = _known(read_sglang_recorder(min(files, key=ranks.__getitem__), options), files[0])
+        return read_sglang_recorder(files[-1], options)
+    first = read_sglang_recorder(min(files, key=ranks.__getitem__), options)
     if isinstance(first, LoadTable):
-        with (
-            tempfile.TemporaryDirectory() as name
-        ):  # links to only these dumps: the server's folder may hold older ones
-            for path in files:
-                (Path(name) / path.name).symlink_to(path.resolve())
-            return _known(read_sglang_recorder(Path(name), options), Path(name))
+        return read_rank_dumps(files[0].parent, sorted(files), options)
     if not shared_by:
         return first
     chosen = sorted((path for path in files if ranks[path] % shared_by == 0), key=ranks.__getitem__)
-    return _joined([_known(read_sglang_recorder(path, options), path) for path in chosen])
-
-
-def _known(trace: Any, path: Path) -> ActivationTrace | LoadTable:
-    if not isinstance(trace, ActivationTrace | LoadTable):
-        raise TraceError(path, "dump", f"holds a {type(trace).__name__}, expected experts")
-    return trace
+    return _joined([read_sglang_recorder(path, options) for path in chosen])
 
 
 def _joined(traces: Sequence[ActivationTrace | LoadTable]) -> ActivationTrace:
     """Concatenate the traces of several ranks, rank by rank."""
     held = [trace for trace in traces if isinstance(trace, ActivationTrace)]
-    parts, tables = [trace.arrays()[0] for trace in held], [trace.requests for trace in held]
-    lengths = np.concatenate([trace.lengths for trace in held])
-    token_ids = [tokens.token_ids for tokens in parts if tokens.token_ids is not None]
-    missing = [count for table in tables for count in table.extra.get("missing_tokens", [0] * len(table))]
-    requests = RequestTrace(
-        np.concatenate([table.prompt_tokens for table in tables]),
-        np.concatenate([table.output_tokens for table in tables]),
-        extra={"missing_tokens": missing},
-    )
-    return ActivationTrace.from_arrays(
-        held[0].meta,
-        np.concatenate([tokens.expert_ids for tokens in parts]),
-        np.concatenate([[0], np.cumsum(lengths)]),
-        requests,
-        np.concatenate([tokens.phase for tokens in parts]),
-        np.concatenate(token_ids) if len(token_ids) == len(parts) else None,
-    )
+    segments = [segment for trace in held for segment in trace.segments]
+    return ActivationTrace(held[0].meta, segments, concat_requests([trace.requests for trace in held]))
