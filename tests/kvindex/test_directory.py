@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from books import check_directory
 from coterie import kvindex
 from coterie.errors import ConfigError, InputError
-from coterie.kvindex import HeldBlocks, KVDirectory
+from coterie.kvindex import KVDirectory
 from coterie.kvindex.directory import MAX_WAITING
 from coterie.wire.kv_events import BlockRemoved, BlockStored
-from kv_reference import SIZE, ReferenceDirectory, check_same, events, matched
+from kv_reference import SIZE, HeldBlocks, ReferenceDirectory, blocks_held, check_same, events, matched
 
 
 def stored(hashes: list[Any], tokens: list[int], parent: Any = None, **fields: Any) -> BlockStored:
@@ -32,14 +32,7 @@ def directory(num_workers: int = 2, **settings: Any) -> KVDirectory:
 
 
 def test_public_names() -> None:
-    assert sorted(kvindex.__all__) == [
-        "DirectoryCounts",
-        "Follower",
-        "HeldBlocks",
-        "KVDirectory",
-        "MAX_BLOCKS",
-        "Replay",
-    ]
+    assert sorted(kvindex.__all__) == ["DirectoryCounts", "Follower", "KVDirectory", "MAX_BLOCKS", "Replay"]
 
 
 def test_each_workers_own_run() -> None:
@@ -94,12 +87,12 @@ def test_unknown_parent_is_counted_and_joins_later() -> None:
     blocks = directory()
     blocks.stored(0, stored([12, 13], [5, 6, 7, 8], parent=11))
     assert blocks.counters.unknown_parents == 2
-    assert blocks.held(0) == HeldBlocks(hits=2, waiting=2)
+    assert blocks_held(blocks, 0) == HeldBlocks(hits=2, waiting=2)
     assert blocks.match_tokens([5, 6])[0] == 0
     blocks.stored(0, stored([11], [3, 4], parent=10))
     blocks.stored(0, stored([10], [1, 2]))
     assert blocks.match_tokens([1, 2, 3, 4, 5, 6, 7, 8])[0] == 8
-    assert blocks.held(0).waiting == 0
+    assert blocks_held(blocks, 0).waiting == 0
 
 
 def test_other_media_groups_and_places_are_apart() -> None:
@@ -108,7 +101,7 @@ def test_other_media_groups_and_places_are_apart() -> None:
     for fields in ({"medium": "CPU"}, {"group_idx": 1}, {"locality": "REMOTE"}, {"kv_cache_spec_kind": "mamba"}):
         blocks.stored(0, stored(*first, **fields))
     assert matched(blocks, [10])[0] == blocks.match_tokens([1, 2])[0] == 0
-    assert blocks.held(0).hits == 0
+    assert blocks_held(blocks, 0).hits == 0
     assert blocks.counters.apart == 4
     blocks.stored(0, stored(*first, group_idx=0))
     for fields in ({"medium": "cpu"}, {"group_idx": 1}, {"locality": "REMOTE"}):
@@ -181,7 +174,7 @@ def test_blocks_of_unknown_content_are_known_by_hash_alone(fields: dict[str, Any
     assert matched(blocks, [10])[0] == 1
     assert blocks.match_tokens([1, 2])[0] == 0
     blocks.removed(0, removed([10]))
-    assert blocks.held(0).hits == matched(blocks, [10])[0] == 0
+    assert blocks_held(blocks, 0).hits == matched(blocks, [10])[0] == 0
 
 
 def test_unknown_removals_are_counted() -> None:
@@ -198,10 +191,10 @@ def test_hashes_of_every_form_stay_apart() -> None:
     for count, form in enumerate(forms):
         assert matched(blocks, [form])[0] == 0, form
         blocks.stored(0, stored([form], []))
-        assert blocks.held(0).hits == count + 1
+        assert blocks_held(blocks, 0).hits == count + 1
     assert matched(blocks, forms)[0] == len(forms)
     blocks.removed(0, removed(forms))
-    assert blocks.held(0).hits == 0
+    assert blocks_held(blocks, 0).hits == 0
 
 
 @pytest.mark.parametrize("num_workers", [1, 63, 64, 65, 130])
@@ -230,11 +223,11 @@ def test_grows_and_empties() -> None:
     for start in range(0, 5000, 2):
         blocks.removed(0, removed(hashes[start : start + 1]))
     check_directory(blocks)
-    assert blocks.held(0).hits == 2500
+    assert blocks_held(blocks, 0).hits == 2500
     assert blocks.match_tokens(tokens).tolist() == [0, 10_000, 10_000]
     for worker in range(3):
         blocks.cleared(worker)
-    assert [blocks.held(worker).hits for worker in range(3)] == [0, 0, 0]
+    assert [blocks_held(blocks, worker).hits for worker in range(3)] == [0, 0, 0]
     check_directory(blocks)
 
 
@@ -245,14 +238,14 @@ def test_a_worker_holds_no_more_blocks_than_it_may() -> None:
         blocks.stored(worker, stored([10], [1, 2]))
         blocks.stored(worker, stored([11, 12], [3, 4, 5, 6], parent=10))
         blocks.stored(worker, stored([13], [7, 8], parent=12))
-    assert [blocks.held(worker).hits for worker in range(2)] == [3, 1]
+    assert [blocks_held(blocks, worker).hits for worker in range(2)] == [3, 1]
     assert blocks.match_tokens([1, 2, 3, 4, 5, 6, 7, 8]).tolist() == [6, 2], "what was there stays"
     assert blocks.counters.refused == 1 + 3
     assert "worker 1" in blocks.counters.last_error
     assert "at most 1" in blocks.counters.last_error
     blocks.removed(0, removed([12]))
     blocks.stored(0, stored([13], [7, 8]))
-    assert blocks.held(0).hits == 3, "room again"
+    assert blocks_held(blocks, 0).hits == 3, "room again"
     check_directory(blocks)
 
 
@@ -272,12 +265,12 @@ def test_blocks_that_wait_for_a_parent_are_bounded() -> None:
     blocks = directory(1)
     names = list(range(100, 100 + MAX_WAITING))
     blocks.stored(0, stored(names, [0] * 2 * MAX_WAITING, parent=1))
-    assert blocks.held(0) == HeldBlocks(MAX_WAITING, MAX_WAITING)
+    assert blocks_held(blocks, 0) == HeldBlocks(MAX_WAITING, MAX_WAITING)
     blocks.stored(0, stored([50], [1, 2], parent=2))
-    assert blocks.held(0) == HeldBlocks(MAX_WAITING + 1, MAX_WAITING), "known by its hash alone"
+    assert blocks_held(blocks, 0) == HeldBlocks(MAX_WAITING + 1, MAX_WAITING), "known by its hash alone"
     assert blocks.counters.refused == 1
     blocks.stored(0, stored([1], [3, 4]))
-    assert blocks.held(0).waiting == 0
+    assert blocks_held(blocks, 0).waiting == 0
     check_directory(blocks)
 
 

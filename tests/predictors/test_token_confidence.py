@@ -1,4 +1,4 @@
-"""What the token table expects of each token: confidence, and shares by rank."""
+"""What the token table expects of each token by rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from coterie.placement.holdings import held_by
 from coterie.predictors import TokenTable
 from coterie.traces import ActivationTrace
 from coterie.types import Placement
-from token_traces import EXPERTS, LAYERS, TOP_K, distinct, random_trace, trace_of
+from token_traces import EXPERTS, LAYERS, TOP_K, random_trace
 
 CUT = EXPERTS * 2.0**-15
 """Most that rounding weights down can change of a share."""
@@ -44,43 +44,6 @@ def counted(trace: ActivationTrace) -> tuple[dict[int, int], dict[tuple[int, int
         for layer, experts in enumerate(ids):
             used.setdefault((token, layer), Counter()).update(experts)
     return times, used
-
-
-@settings(max_examples=20)
-@given(seed=st.integers(0, 2**20), smoothing=st.sampled_from([0.0, 0.5, 2.0]), k=st.integers(1, EXPERTS))
-def test_expected_experts_are_those_of_a_plain_count(seed: int, smoothing: float, k: int) -> None:
-    rng = np.random.default_rng(seed)
-    trace = random_trace(rng)
-    table = TokenTable(experts_kept=EXPERTS, confidence_smoothing=smoothing).fit(trace)
-    popularity = table.rows.popularity.per_token
-    times, used = counted(trace)
-    asked = rng.integers(0, 25, 30)  # 20 … 24 were never seen
-    found = table.expected(asked, k)
-    assert (found.confidence >= 0).all()
-    assert (found.confidence <= 1).all()
-    for i, token in enumerate(asked.tolist()):
-        for layer in range(LAYERS):
-            count = used.get((token, layer), Counter())
-            by_count = sorted(count, key=lambda e: (-count[e], e))[:k]
-            popular = [e for e in np.argsort(-popularity[layer], kind="stable").tolist() if e not in by_count]
-            right = (by_count + popular)[:k]
-            assert found.experts[i, layer].tolist() == right
-            n = times.get(token, 0)
-            own = sum(count[e] for e in right) / (n * TOP_K) if n else 0.0
-            trust = n / (n + smoothing) if n else 0.0
-            expected = trust * own + (1 - trust) * popularity[layer, right].sum() / TOP_K
-            assert found.confidence[i, layer] == pytest.approx(min(1.0, expected), abs=CUT)
-
-
-def test_a_token_seen_once_is_not_sure(rng: np.random.Generator) -> None:
-    ids = distinct(rng, 101)
-    ids[1:] = ids[1]
-    table = TokenTable().fit(trace_of(ids, [7] + [8] * 100, [101]))
-    once, often = table.expected(np.array([7, 8])).confidence
-    assert (once < 0.75).all(), "a single occurrence hits its own experts by definition"
-    assert (often > 0.97).all()
-    sure = TokenTable(confidence_smoothing=0).fit(trace_of(ids, [7] + [8] * 100, [101]))
-    np.testing.assert_array_equal(sure.expected(np.array([7])).confidence, 1.0)
 
 
 @settings(max_examples=15)
@@ -113,6 +76,3 @@ def test_misshapen_requests_are_refused(rng: np.random.Generator) -> None:
     held = np.ones((2, LAYERS, EXPERTS + 1), np.bool_)
     with pytest.raises(ConfigError, match=r"held has shape \(2, 3, 13\)"):
         table.local_shares(held)
-    for k in (0, EXPERTS + 1):
-        with pytest.raises(ConfigError, match=f"k={k} must be in 1 … num_experts=12"):
-            table.expected(np.array([1]), k)

@@ -5,8 +5,11 @@ without order from the weights of its request, so that what can be gained is in 
 
 - nothing pays: all experts are equal in every request, and the batch has the size of a CUDA graph;
 - only placement: the same four experts are hot in all requests, and experts in order puts them on one rank;
-- only routing: requests come in eight kinds with experts of their own, which together load all experts equally;
-- prefixes against experts: the same kinds, crossed with long shared prefixes that have nothing to do with them;
+- only routing: requests come in eight kinds with experts of their own, which together load all experts equally
+  (drawn independently: with exactly as many of each, one half of the requests would mirror the other's deviations, and
+  a placement planned on one would suit the other);
+- prefixes against experts: the same kinds, crossed with long shared prefixes that have nothing to do with them, of
+  which a decoder's memory holds a third: with room for all, every decoder soon has them and they ask for nothing;
 - a shift: halfway, other experts get hot; a placement for the first half does nothing for the second;
 - padding: as the first, with one request more than a CUDA graph has room for.
 """

@@ -78,14 +78,6 @@ class DirectoryCounts:
     """Reason why the last message or block was refused."""
 
 
-class HeldBlocks(NamedTuple):
-    """Number of blocks that one worker holds, in GPU memory and in the full-attention group."""
-
-    hits: int
-    waiting: int
-    """Number of blocks that wait for an unknown parent."""
-
-
 class _Table:
     """A hash table that only grows. Doubling a million rows takes tens of milliseconds; a `capacity` avoids it."""
 
@@ -251,10 +243,6 @@ class KVDirectory:
         depth = np.zeros(self.num_workers, np.int64)
         _tables.match_tokens(self._contents.entries, words, keys, self._weights, depth)
         return depth * self.block_size
-
-    def held(self, worker: int) -> HeldBlocks:
-        state = self._state(worker)
-        return HeldBlocks(state.blocks, len(state.waiting))
 
     @property
     def nbytes(self) -> int:

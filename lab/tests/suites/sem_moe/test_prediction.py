@@ -16,7 +16,7 @@ from coterie.dispatch.tables import Contexts, RankTables
 from coterie.errors import TraceError
 from coterie.models import get_model
 from coterie.placement.holdings import held_by
-from coterie.predictors import RankTransitions
+from coterie.predictors import RankTransitions, TokenTable
 from coterie.traces import ActivationTrace, TraceMeta
 from coterie.traces.writers import write_trace
 from coterie.types import Placement
@@ -25,6 +25,7 @@ from coterie_lab.suites.sem_moe.prediction import (
     BYTES_MODELS,
     bytes_rows,
     counts_by_domain,
+    expected_experts,
     prediction_rows,
     spread,
     table_bytes,
@@ -165,3 +166,25 @@ def test_real_counts_have_every_activation(data_dir: Path) -> None:
     for counts in found.values():
         np.testing.assert_array_equal(counts.activations.sum(axis=(0, 2)), 2 * 208_896)
         assert (counts.activations.sum(axis=2) == 2 * counts.occurrences[:, None]).all()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 2.0])
+def test_expected_experts_are_those_of_a_plain_count(rng: np.random.Generator, smoothing: float) -> None:
+    trace = token_trace(rng, requests=4, length=25)
+    table = TokenTable(experts_kept=EXPERTS, confidence_smoothing=smoothing).fit(trace)
+    popularity, tokens = table.rows.popularity.per_token, trace.arrays()[0]
+    assert tokens.token_ids is not None
+    asked = np.arange(VOCABULARY + 3)  # the last three were never seen
+    expected = expected_experts(table, asked)
+    for token in asked.tolist():
+        seen = tokens.expert_ids[tokens.token_ids == token]
+        for layer in range(LAYERS):
+            counts = np.bincount(seen[:, layer].ravel(), minlength=EXPERTS)
+            popular = np.argsort(-popularity[layer], kind="stable").tolist()
+            own = np.lexsort((np.arange(EXPERTS), -counts))[: np.count_nonzero(counts)].tolist()
+            right = [*own, *(expert for expert in popular if expert not in own)][:TOP_K]
+            assert expected.experts[token, layer].tolist() == right
+            trust = len(seen) / max(len(seen) + smoothing, 1e-300)
+            share = counts[right].sum() / (max(len(seen), 1) * TOP_K)
+            value = trust * share + (1 - trust) * popularity[layer, right].sum() / TOP_K
+            assert expected.confidence[token, layer] == pytest.approx(min(1.0, value), abs=EXPERTS * 2.0**-15)

@@ -18,6 +18,9 @@ from coterie.costs.presets import load_preset, step_model
 from coterie.errors import check, check_at_least
 from coterie.types import ModelSpec, Topology, WeightDtype
 
+FILLS = 12
+"""Least requests of a run, as a multiple of those in flight: the end of a short run counts, where batches shrink."""
+
 
 @dataclass(frozen=True, slots=True)
 class AdviseSettings:
@@ -135,7 +138,7 @@ def advise(source: Source, spec: ModelSpec, settings: AdviseSettings, report: Re
         kv_tokens=kv_tokens,
         places=settings.places,
         splits=settings.splits,
-        requests=max(settings.requests, 6 * settings.decoders_for(recorded) * settings.in_flight),
+        requests=max(settings.requests, FILLS * settings.decoders_for(recorded) * settings.in_flight),
         seed=settings.seed,
     )
     arrival_s = trace.requests.arrival_s

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from coterie.answers.advise.decisions import TAIL_SLACK_PCT, Arm, Decision, advice_of, is_worse, unknown
+from coterie.answers.advise.decisions import Arm, Decision, advice_of, unknown
 from coterie.answers.fleet.bench import Source
-from coterie.answers.fleet.simulation import SHORTEST_QUEUE, FleetReport, FleetSettings, simulate_fleet
+from coterie.answers.fleet.simulation import SHORTEST_QUEUE, FleetReport, FleetSettings, simulate_fleet, tail_said
 from coterie.answers.runs import WORTH_PCT
 from coterie.answers.suites import Report
 from coterie.costs.step import VLLM_GRAPHS, CostOptions, StepModel
@@ -138,7 +138,10 @@ class Fleets:
             metric=self.metric[1],
             gain=best.gain,
             where=self.where,
-            facts=(_tail(best.tail), self._why_not(best.gain, served.saved(self.metric[0], best.name, SHORTEST_QUEUE))),
+            facts=(
+                tail_said(*best.tail),
+                self._why_not(best.gain, served.saved(self.metric[0], best.name, SHORTEST_QUEUE)),
+            ),
             do=f"decode: {{router: {best.name!r}, fit: router.safetensors}} in the gateway's config",
             arms=arms,
             data={"router": best.name, "p99_pct": best.tail._asdict()},
@@ -201,7 +204,7 @@ class Fleets:
             metric="mean request time",
             gain=gain,
             where=f"{self.of_model} on a decoder with {places} requests running and {2 * places} waiting",
-            facts=(_tail(tail),),
+            facts=(tail_said(*tail),),
             do="vLLM's --scheduler-cls, see docs/engines/vllm.md",
             arms=(Arm(STRATEGY, gain),),
             data={"strategy": STRATEGY, "p99_pct": tail._asdict()},
@@ -239,10 +242,3 @@ class Fleets:
             arms=(Arm("a graph for every batch", gain),),
             data={"graph_sizes": list(own), "padding_rows": added},
         )
-
-
-def _tail(tail: Interval) -> str:
-    """Say what becomes of the p99, whose gain is given."""
-    if tail.low is None or tail.high is None or is_worse(tail):
-        return f"p99 gets {-tail.mean:.1f}% longer" if is_worse(tail) else ""
-    return "p99 no worse" if tail.low >= TAIL_SLACK_PCT else f"of p99 it saves {tail.low:+.1f} to {tail.high:+.1f}%"

@@ -192,7 +192,7 @@ class FleetReport:
             f"{best.router} {change(best.saved_pct.mean, 'mean TPOT')}",
             base.router,
             f"no interval: {'one split' if self.splits == 1 else 'every split serves all requests'}",
-            _tail(*best.saved_p99_pct),
+            tail_said(*best.saved_p99_pct),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -218,7 +218,7 @@ def saved_of(metric: str, ours: Sequence[FleetSummary], base: Sequence[FleetSumm
     return interval([100.0 * (1.0 - value(one) / value(other)) for one, other in zip(ours, base, strict=True)], overlap)
 
 
-def _tail(saved: float, low: float | None, high: float | None) -> str:
+def tail_said(saved: float, low: float | None, high: float | None) -> str:
     """Say what becomes of p99; empty if there is no interval."""
     if low is None or high is None or low >= -P99_SLACK_PCT:
         return "" if low is None else "p99 no worse"

@@ -131,51 +131,6 @@ def add_rows(
     return placed
 
 
-@njit()
-def top_experts(
-    experts: NDArray[Any],
-    weights: NDArray[Any],
-    rows: NDArray[Any],
-    popular: NDArray[Any],
-    per_token: NDArray[Any],
-    out: NDArray[Any],
-    share: NDArray[Any],
-    prior: NDArray[Any],
-) -> None:
-    """Fill out [token, layer, k] with a row's most likely experts, then with the most popular experts it lacks.
-
-    `popular` [layer, expert] lists experts by popularity. `share` [token, layer] is set to the sum of the row's weights
-    of these experts ÷ k, `prior` to the mean of the same k experts' popularity per_token [layer, expert]. A token with
-    row -1 gets the k most popular experts.
-    """
-    k, kept = out.shape[2], experts.shape[2]
-    taken = np.zeros(per_token.shape[1], np.bool_)
-    for i in range(len(rows)):
-        for layer in range(out.shape[1]):
-            size, total = 0, 0
-            if rows[i] >= 0:
-                for j in range(min(k, kept)):
-                    if weights[rows[i], layer, j] == 0:
-                        break
-                    out[i, layer, size] = experts[rows[i], layer, j]
-                    total += weights[rows[i], layer, j]
-                    size += 1
-            for j in range(size):
-                taken[out[i, layer, j]] = True
-            for j in range(popular.shape[1]):
-                if size == k:
-                    break
-                if not taken[popular[layer, j]]:
-                    out[i, layer, size] = popular[layer, j]
-                    size += 1
-            popularity = 0.0
-            for j in range(k):
-                taken[out[i, layer, j]] = False
-                popularity += per_token[layer, out[i, layer, j]]
-            share[i, layer] = total / (k * ONE)
-            prior[i, layer] = popularity / k
-
-
 FORMAT, VERSION = "coterie-token-table", 1
 
 _DIMENSIONS = {"counts": 1, "experts": 3, "popularity": 2, "token_ids": 1, "weights": 3}

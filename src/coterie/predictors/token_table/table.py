@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,30 +29,12 @@ from coterie.predictors.base import (
     mean_rates,
     predictors,
 )
-from coterie.predictors.token_table.rows import (
-    ONE,
-    TokenRows,
-    add_rows,
-    count_rows,
-    empty_rows,
-    read_rows,
-    top_experts,
-    write_rows,
-)
+from coterie.predictors.token_table.rows import ONE, TokenRows, add_rows, count_rows, empty_rows, read_rows, write_rows
 from coterie.traces.activations import ActivationTrace
 from coterie.traces.store import value_errors
 
 Held = NDArray[np.bool_]
 """[rank, layer, expert] whether the rank holds the expert."""
-
-
-class Expected(NamedTuple):
-    """The experts that tokens are expected to activate."""
-
-    experts: NDArray[np.int64]
-    """[token, layer, k] expert ids, the most likely first, all different within a layer."""
-    confidence: NDArray[np.float64]
-    """[token, layer] expected share of the token's activations that fall on these experts, in 0 … 1."""
 
 
 @predictors.register("token_table")
@@ -134,26 +116,6 @@ class TokenTable(FallsBack):
         rest = len(request.token_ids) * rows.popularity.top_k - placed
         out += rest[:, None] / rows.popularity.top_k * rows.popularity.per_token
         return out * (1.0 if request.num_tokens is None else request.num_tokens / len(request.token_ids))
-
-    def expected(self, token_ids: NDArray[np.integer], k: int | None = None) -> Expected:
-        """Return the k experts (None: top_k) that each token activated most, with confidence.
-
-        Confidence is the counted share of the token's activations that fell on these experts, pulled towards their
-        share of all tokens' activations: as if `confidence_smoothing` further occurrences had followed popularity. A
-        token without a row gets the most popular experts; its confidence is their share of all activations.
-        """
-        rows, popularity = self.rows, self.rows.popularity
-        size = popularity.top_k if k is None else k
-        check(1 <= size <= self.num_experts, f"k={size} must be in 1 … num_experts={self.num_experts}")
-        at = rows.find(np.asarray(token_ids, np.int64))
-        shape = (len(at), self.num_layers)
-        experts, share, prior = np.zeros((*shape, size), np.int64), np.zeros(shape), np.zeros(shape)
-        popular = np.argsort(-popularity.per_token, axis=1, kind="stable")
-        top_experts(rows.experts, rows.weights, at, popular, popularity.per_token, experts, share, prior)
-        counts = np.where(at >= 0, rows.counts[at], 0)  # a token without a row has no trust
-        trust = (counts / np.maximum(counts + self.confidence_smoothing, 1e-300))[:, None]
-        # `share` and `prior` are sums ÷ k; the share of a token's activations is the sum ÷ top_k.
-        return Expected(experts, np.minimum(1.0, (size / popularity.top_k) * (trust * share + (1 - trust) * prior)))
 
     def local_shares(self, held: Held) -> NDArray[np.float32]:
         """Compute the expected share of each seen token's activations that are local on a rank, [seen, layer, rank].

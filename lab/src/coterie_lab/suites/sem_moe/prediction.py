@@ -22,6 +22,7 @@ from coterie.models import get_model
 from coterie.placement.holdings import held_by
 from coterie.predictors import TokenTable
 from coterie.predictors.scoring import split_groups
+from coterie.predictors.token_table import ONE
 from coterie.traces.activations import ActivationTrace
 from coterie.types import ModelSpec, Placement, narrowest_uint
 from coterie_lab.suites.predictors.cases import trace_cases
@@ -198,6 +199,42 @@ def sets_rows(trace: str, parts: Sequence[tuple[TokenCounts, TokenCounts]], top_
     return rows
 
 
+class Expected(NamedTuple):
+    """The experts that tokens are expected to activate."""
+
+    experts: NDArray[np.int64]
+    """[token, layer, k] expert ids, the most likely first."""
+    confidence: NDArray[np.float64]
+    """[token, layer] expected share of the token's activations that fall on these experts, in 0 … 1."""
+
+
+def expected_experts(table: TokenTable, token_ids: NDArray[np.integer]) -> Expected:
+    """Return the top_k experts that each token activated most, then the most popular experts.
+
+    The confidence is the counted share of these experts, pulled towards their share of all tokens' activations: as if
+    `confidence_smoothing` further occurrences had followed popularity.
+    """
+    rows, per_token, k = table.rows, table.rows.popularity.per_token, table.rows.popularity.top_k
+    at = rows.find(token_ids)
+    shape = (len(at), table.num_layers)
+    experts, share, prior = np.zeros((*shape, k), np.int64), np.zeros(shape), np.zeros(shape)
+    for layer, popularity in enumerate(per_token):
+        place = np.empty(len(popularity))  # [expert] by popularity, after every expert of a row
+        place[np.argsort(-popularity, kind="stable")] = np.arange(len(popularity))
+        places, weights = np.tile(place, (len(at), 1)), np.zeros((len(at), len(popularity)))
+        own = np.where((at >= 0)[:, None], rows.weights[at, layer] / ONE, 0.0)  # [token, kept]
+        kept = own.shape[1]
+        token, column = np.nonzero(own)
+        expert = rows.experts[at[token], layer, column]
+        places[token, expert], weights[token, expert] = column - kept, own[token, column]
+        chosen = experts[:, layer] = np.argsort(places, axis=1, kind="stable")[:, :k]
+        share[:, layer] = np.take_along_axis(weights, chosen, axis=1).sum(axis=1) / k
+        prior[:, layer] = popularity[chosen].sum(axis=1) / k
+    counts = np.where(at >= 0, rows.counts[at], 0)  # a token without a row has no trust
+    trust = (counts / np.maximum(counts + table.confidence_smoothing, 1e-300))[:, None]
+    return Expected(experts, np.minimum(1.0, trust * share + (1 - trust) * prior))
+
+
 def _confidence_rows(case: TokenCase, splits: Sequence[Split]) -> list[Row]:
     """Compare the confidence of the token table with its hits, by how often a token was seen."""
     trace = case.trace
@@ -207,7 +244,7 @@ def _confidence_rows(case: TokenCase, splits: Sequence[Split]) -> list[Row]:
     for split in splits:
         ids, right = tokens.token_ids[split.sample], tokens.expert_ids[split.sample]
         table = TokenTable().fit(trace, split.fit_requests)
-        expected = table.expected(ids)
+        expected = expected_experts(table, ids)
         hits = (expected.experts[..., None] == right[:, :, None, :]).any(axis=-1).mean(axis=-1)  # [token, layer]
         rows = table.rows.find(ids)
         counts = np.where(rows >= 0, table.rows.counts[rows], 0)
