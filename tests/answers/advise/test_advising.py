@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from coterie import open_trace
 from coterie.answers.advise.advising import Advised, AdviseSettings, advise
 from coterie.answers.advise.decisions import NOT_NOW, ON, TOO_LITTLE, TRY
 from coterie.answers.fleet.bench import Source
+from coterie.models import get_model
 from coterie.routing import calibration
 from coterie.traces import ActivationTrace
 from made_traffics import MODEL, TRAFFICS, MadeTraffic
@@ -37,6 +41,22 @@ def test_where_prefixes_and_experts_pull_apart_the_router_prices_both() -> None:
     gains = {arm.name: arm.gain.mean for arm in found.decision("routing").arms}
     assert found.decision("routing").chosen == "latency_aware"
     assert gains["locality_band"] < gains["joint:experts=0"] <= gains["latency_aware"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gpt-oss-20b/routing.npz", "deepseek-v2-lite/routing_tokens.npz"])
+def test_on_recorded_traffic_it_agrees_with_which_lever(data_dir: Path, name: str) -> None:
+    trace = open_trace(data_dir / "activations" / name)
+    assert isinstance(trace, ActivationTrace)
+    found = advise(Source(trace, calibration(trace)), get_model(trace.meta.model), AdviseSettings())
+    assert found.answers == {
+        "routing": ON,
+        "routing_by_experts": ON,
+        "batching": NOT_NOW,
+        "graph_sizes": NOT_NOW,  # 16 requests have a graph of their own
+        "placement": ON,
+        "live_loop": TOO_LITTLE,  # no times
+    }
 
 
 def test_small_recordings_get_an_answer_too() -> None:
