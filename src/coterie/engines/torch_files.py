@@ -37,17 +37,22 @@ from numpy.typing import NDArray
 
 from coterie.errors import ConfigError, TraceError, UnavailableError, check_file, check_input_file
 from coterie.traces import ActivationTrace, LoadTable, RequestTrace, TraceMeta
-from coterie.traces.readers.base import Reader, ReadOptions, Trace
+from coterie.traces.readers.base import Reader, ReadOptions
 from coterie.types import DECODE, PREFILL
 
 EXTEND_PASS, DECODE_PASS, MIXED_PASS, IDLE_PASS = 1, 2, 3, 4
 """Values of SGLang's ForwardMode. Larger values are speculative passes or differ between SGLang versions."""
 
 
-def read_sglang_recorder(path: Path, options: ReadOptions) -> Trace:
+def read_sglang_recorder(path: Path, options: ReadOptions) -> ActivationTrace | LoadTable:
     """Read a dump of any of the three modes; the mode follows from the content."""
     files = sorted(path.glob("expert_distribution_recorder_*.pt")) if path.is_dir() else [path]
     check_file(files, path, "folder", "holds no expert_distribution_recorder_*.pt")
+    return read_rank_dumps(path, files, options)
+
+
+def read_rank_dumps(path: Path, files: Sequence[Path], options: ReadOptions) -> ActivationTrace | LoadTable:
+    """Read the dumps of one recording, one file per rank; errors of several files name `path`."""
     dumps = [_load(file) for file in files]
     for file, dump in zip(files, dumps, strict=True):
         stat = "logical_count" in dump
@@ -101,7 +106,7 @@ def _integers(path: Path, name: str, value: Any, ndim: int) -> NDArray[np.int64]
 
 def _table(
     path: Path, counts: NDArray[np.int64], options: ReadOptions, labels: list[str] | None, **source: Any
-) -> Trace:
+) -> LoadTable:
     if counts.size and int(counts.min()) < 0:
         raise TraceError(path, "counts", f"hold {int(counts.min())}, expected tokens")
     check_file(
@@ -121,14 +126,14 @@ def _table(
     )
 
 
-def _stat(path: Path, dump: dict[str, Any], options: ReadOptions) -> Trace:
+def _stat(path: Path, dump: dict[str, Any], options: ReadOptions) -> LoadTable:
     tensor = dump["logical_count"]
     flat = getattr(tensor, "ndim", 3) == 2  # older dumps are already summed over steps
     counts = _integers(path, "logical_count", tensor, 2 if flat else 3)
     return _table(path, counts[None] if flat else counts, options, None, mode="stat")
 
 
-def _per_pass(path: Path, files: Sequence[Path], dumps: Sequence[dict[str, Any]], options: ReadOptions) -> Trace:
+def _per_pass(path: Path, files: Sequence[Path], dumps: Sequence[dict[str, Any]], options: ReadOptions) -> LoadTable:
     passes: dict[int, NDArray[np.int64]] = {}
     for file, dump in zip(files, dumps, strict=True):
         experts = _slot_map(file, dump)  # [layer, slot]

@@ -61,16 +61,6 @@ class SlowDrift:
         check(self.half_life_s > 0, f"slow drift: half_life_s={self.half_life_s} must be above 0")
 
 
-@dataclass(frozen=True, slots=True)
-class AbruptDrift:
-    """All preferences change to new values at the times `at_s`, and are constant in between."""
-
-    at_s: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        check(list(self.at_s) == sorted(set(self.at_s)), f"abrupt drift: at_s={self.at_s} must rise")
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class SyntheticSettings:
     """Settings of a synthetic trace. `presets` has named settings; coterie.traces.fitting fits them to a recording."""
@@ -93,7 +83,7 @@ class SyntheticSettings:
     """Dirichlet concentration of requests around their domain, one value or one per layer: inf makes them equal."""
     phase_correlation: float = 0.9
     """Correlation of a request's prefill and decode preferences, given its domain's; at 1 they are the same."""
-    drift: SlowDrift | AbruptDrift | None = None
+    drift: SlowDrift | None = None
     arrivals: ArrivalProcess = field(default_factory=PoissonArrivals)
     lengths: LengthModel = field(default_factory=LognormalLengths)
     preferences: NDArray[np.float64] | None = None
@@ -148,22 +138,21 @@ presets.add(
 presets.add("drifting", SyntheticSettings(zipf_exponent=1.0, specialisation=0.6, drift=SlowDrift(half_life_s=600.0)))
 
 
-def _num_epochs(drift: SlowDrift | AbruptDrift | None) -> int:
-    return 2 if isinstance(drift, SlowDrift) else 1 + len(drift.at_s if drift else ())
-
-
 @dataclass(frozen=True, slots=True)
 class Preferences:
     """True preferences behind a trace, of every domain at any time."""
 
     epochs: NDArray[np.float64]
-    """[epoch, domain, layer, expert] preferences, which sum to 1 over experts."""
-    drift: SlowDrift | AbruptDrift | None = None
+    """[epoch, domain, layer, expert] preferences, which sum to 1 over experts: the initial ones and, with a drift,
+    those that it moves to.
+    """
+    drift: SlowDrift | None = None
 
     def __post_init__(self) -> None:
+        count = 1 if self.drift is None else 2
         check(
-            self.epochs.ndim == 4 and len(self.epochs) == _num_epochs(self.drift),
-            f"epochs has shape {self.epochs.shape}; {self.drift} needs {_num_epochs(self.drift)} of them",
+            self.epochs.ndim == 4 and len(self.epochs) == count,
+            f"epochs has shape {self.epochs.shape}; {self.drift} needs {count} of them",
         )
 
     def blend(self, time_s: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
@@ -171,19 +160,17 @@ class Preferences:
 
         These are the epoch of origin, the target and the progress from the one (0) to the other (1), each [request].
         """
-        if isinstance(self.drift, SlowDrift):
-            first = np.zeros(len(time_s), np.int64)
-            return first, first + 1, 1.0 - 0.5 ** (time_s / self.drift.half_life_s)
-        changes = np.array(self.drift.at_s if self.drift else (), np.float64)
-        epoch = np.searchsorted(changes, time_s, side="right").astype(np.int64)
-        return epoch, epoch, np.zeros(len(time_s))
+        first = np.zeros(len(time_s), np.int64)
+        if self.drift is None:
+            return first, first, np.zeros(len(time_s))
+        return first, first + 1, 1.0 - 0.5 ** (time_s / self.drift.half_life_s)
 
 
 def draw_preferences(settings: SyntheticSettings, rng: Generator) -> Preferences:
     """Draw the domains' preferences and those they drift to. Pass them to `generate` to know its trace's preferences.
 
-    Later epochs permute the experts of every layer, in the same way for all domains. So drift changes which experts are
-    popular, but neither the skew nor the similarity of the domains.
+    Drift permutes the experts of every layer, in the same way for all domains. So it changes which experts are popular,
+    but neither the skew nor the similarity of the domains.
     """
     layers, experts = settings.num_layers, settings.num_experts
     first = settings.preferences
@@ -195,7 +182,7 @@ def draw_preferences(settings: SyntheticSettings, rng: Generator) -> Preferences
         first = (1 - settings.specialisation) * shared + settings.specialisation * own
     first = first / first.sum(axis=2, keepdims=True)
     epochs = [first]
-    for _ in range(1, _num_epochs(settings.drift)):
+    if settings.drift is not None:
         roles = rng.permuted(np.tile(np.arange(experts), (layers, 1)), axis=1)  # [layer, expert]
         epochs.append(np.take_along_axis(first, roles[None], axis=2))
     return Preferences(np.stack(epochs), settings.drift)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from coterie.dispatch.shuffle import shuffle_schedule
 from coterie.engines.ranks import RankMember, run_ranks
-from coterie.engines.torch_ep.group import Group, torch_reduce_scatter
+from coterie.engines.torch_ep.group import Group
 from coterie.engines.torch_ep.layer import (
     COMBINE,
     DISPATCH,
@@ -166,13 +166,14 @@ def _shuffle(member: RankMember, asked: _Shuffle) -> ShuffleTimes:
     schedule = shuffle_schedule(np.random.default_rng(0).permutation(np.arange(tokens) % size), size)
     partial, narrow = torch.ones(tokens, hidden_size), torch.ones(tokens, hidden_size // size)
     out = torch.empty(schedule.per_rank, hidden_size)
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name in this torch
 
     def early() -> None:
         shuffle_rows(narrow, schedule)
         shuffled_reduce_scatter(group, partial, schedule, already_shuffled=True)
 
     runs: dict[str, Callable[[], Any]] = {
-        "gloo": lambda: torch_reduce_scatter(out, partial),
+        "gloo": lambda: scatter(out, partial),
         "plain": lambda: shuffled_reduce_scatter(group, partial, schedule, already_shuffled=True),
         "shuffled": lambda: shuffled_reduce_scatter(group, partial, schedule),
         "early": early,
