@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 from scipy.stats import binomtest
 
-import coterie
 from coterie.answers.advise.advising import AdviseSettings, advise
 from coterie.answers.fleet.bench import Source
 from coterie.models import get_model
@@ -33,8 +32,7 @@ ROUNDING = 0.05
 
 def main() -> None:
     options = _options()
-    trace = coterie.open_trace(options.trace)
-    assert isinstance(trace, ActivationTrace)
+    trace = read_as(ActivationTrace, options.trace)
     source, spec = Source(trace, calibration(trace)), get_model(trace.meta.model)
     settings = AdviseSettings(decoders=options.decoders, in_flight=options.in_flight, requests=options.requests)
     whole = advise(source, spec, replace(settings, splits=2 * settings.splits))
