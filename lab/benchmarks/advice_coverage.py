@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from coterie.answers.fleet.bench import Source
 from coterie.models import get_model
 from coterie.routing import calibration
 from coterie.traces import ActivationTrace
+from coterie.traces.readers import read_as
 
 ROUNDING = 0.05
 """Points by which a printed gain may be off."""
@@ -32,7 +34,7 @@ ROUNDING = 0.05
 
 def main() -> None:
     options = _options()
-    trace = read_as(ActivationTrace, options.trace)
+    trace = read_as(ActivationTrace, Path(options.trace))
     source, spec = Source(trace, calibration(trace)), get_model(trace.meta.model)
     settings = AdviseSettings(decoders=options.decoders, in_flight=options.in_flight, requests=options.requests)
     whole = advise(source, spec, replace(settings, splits=2 * settings.splits))
