@@ -69,7 +69,7 @@ def test_prints_tables_and_the_seed_decides(trace: Path, tmp_path: Path) -> None
 
 def test_speeds_and_weighting(trace: Path, tmp_path: Path) -> None:
     run(trace, "--workers", 2, "--speeds", "1,3", "--weighting", "count", "-o", tmp_path / "r", "--json")
-    with pytest.raises(ConfigError, match="2 numbers above 0"):
+    with pytest.raises(ConfigError, match="2 finite numbers above 0"):
         run(trace, "--workers", 2, "--speeds", "1", "-o", tmp_path / "r")
     with pytest.raises(ConfigError, match="commas"):
         run(trace, "--workers", 2, "--speeds", "1;2", "-o", tmp_path / "r")

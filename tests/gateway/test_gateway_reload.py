@@ -244,7 +244,7 @@ def test_sighup_reloads_and_sigterm_ends(tmp_path: Path) -> None:
             ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
             listener = socket.create_server(("127.0.0.1", 0))
             serving = asyncio.create_task(
-                serve(config, path, listener, lambda url, _: ready.set_result(url), Log(io.StringIO()))
+                serve(config, path, listener, lambda running, _: ready.set_result(running.url), Log(io.StringIO()))
             )
             url = await ready
             client = Client(url)
@@ -272,7 +272,13 @@ def test_a_second_signal_ends_the_drain_and_cleans_up(tmp_path: Path) -> None:
             listener = socket.create_server(("127.0.0.1", 0))
             log = io.StringIO()
             serving = asyncio.create_task(
-                serve(config, tmp_path / "fleet.yaml", listener, lambda url, _: ready.set_result(url), Log(log))
+                serve(
+                    config,
+                    tmp_path / "fleet.yaml",
+                    listener,
+                    lambda running, _: ready.set_result(running.url),
+                    Log(log),
+                )
             )
             client = Client(await ready)
             asking = asyncio.create_task(client.complete())

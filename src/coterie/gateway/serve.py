@@ -35,8 +35,8 @@ SPARE_FILES = 256
 """Open files allowed besides connections: logs, event streams, files of libraries."""
 SWEEP_S = 0.5
 """Seconds between two sweeps for requests past their deadline."""
-Ready = Callable[[str, Callable[[], None]], None]
-"""Callback, called once with the gateway's URL and a function that stops the gateway and may run in any thread."""
+Ready = Callable[["RunningGateway", Callable[[], None]], None]
+"""Callback, called once with the gateway that serves and a function that stops it and may run in any thread."""
 
 
 def check_config(config: GatewayConfig) -> None:
@@ -92,7 +92,7 @@ async def serve(
     loop.add_signal_handler(signal.SIGHUP, running.start_reload)
     try:
         await running.start(listener)
-        ready(running.url, lambda: _ask(loop, running, stop))
+        ready(running, lambda: _ask(loop, running, stop))
         await stop.wait()
     finally:
         try:

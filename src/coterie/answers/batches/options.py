@@ -1,39 +1,18 @@
 """Settings of one what-if run, with checks of their values and of conflicts between them.
 
-Names are checked before any work, so that a mistyped name fails before the seconds of importing compiled code.
+They are checked before compiled code is imported, which takes seconds.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 
 from coterie.costs.cells import check_preset
 from coterie.errors import ConfigError, check_at_least, check_known, check_positive, refuse
 from coterie.models import get_model
 
-STRATEGIES = (
-    "best_fit",
-    "differencing",
-    "fcfs",
-    "greedy_dot_product",
-    "greedy_variance",
-    "karmarkar_karp",
-    "latency_aware",
-    "lpt",
-    "lpt_balanced",
-    "norm_minimizing",
-    "power_of_d",
-    "power_of_d_dot",
-    "random",
-)
-"""Built-in strategies of :mod:`coterie.batching`."""
-PREDICTORS = ("domain", "popularity", "prefix", "recent_popularity", "recorded", "similar_prefix", "token_table")
-"""Built-in predictors of :mod:`coterie.predictors`."""
-ALL, DRY_RUN = "all", "dry_run"
-
+DRY_RUN = "dry_run"
 
 EXECUTIONS = ("spread", "prefill", "decode")
 
@@ -77,12 +56,7 @@ class SimulateOptions:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        known = _known("coterie.batching", "strategies", STRATEGIES)
-        forecasts = _known("coterie.predictors", "predictors", PREDICTORS) + [DRY_RUN] * (self.with_model is not None)
         check_known("execution", self.execution, EXECUTIONS)
-        for name in self.strategies:
-            check_known("strategy", None if name == ALL else name, known)
-        check_known("predictor", self.predictor, forecasts)
         if self.model is not None and not Path(self.model).exists():
             get_model(self.model)
         if self.preset is not None:
@@ -112,10 +86,3 @@ class SimulateOptions:
             if getattr(self, name) is not None and execution not in kinds:
                 option = "--" + name.replace("_", "-")
                 raise ConfigError(f"{option} is for execution {' or '.join(kinds)}; this run's is {execution}")
-
-
-def _known(module: str, registry: str, built_in: tuple[str, ...]) -> list[str]:
-    """Return all names of a registry. Plugins are listed from entry points, not loaded, unless `module` is imported."""
-    loaded = getattr(sys.modules.get(module), registry, None)
-    named = {*built_in, *(point.name for point in entry_points(group=f"coterie.{registry}"))}
-    return sorted(named if loaded is None else loaded.names())

@@ -28,7 +28,7 @@ from coterie.answers.batches.drawn import DRAWN
 from coterie.answers.batches.options import DRY_RUN
 from coterie.answers.suites import Report
 from coterie.batching.base import Loads
-from coterie.errors import ConfigError, check, check_known
+from coterie.errors import ConfigError, check
 from coterie.footprints import footprint
 from coterie.predictors import PredictRequest, predictors
 from coterie.predictors.base import FittablePredictor, Predictor, PromptPredictor, StartKind, fit_phase, needs_start
@@ -168,8 +168,6 @@ def recorded(
     trace: ActivationTrace, name: str, execution: str, predictor: str, rng: Generator, dry_run: Loads | None = None
 ) -> Requests:
     """Return the requests of a trace; `dry_run` [request, layer, expert] is the load that a model's router predicts."""
-    known = [*predictors.names(), *([DRY_RUN] if dry_run is not None else [])]
-    check_known("predictor", predictor, known)
     chosen = np.arange(trace.num_requests)
     notes = []
     if len(chosen) > MAX_RECORDED:

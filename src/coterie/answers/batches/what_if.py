@@ -39,8 +39,9 @@ from coterie.answers.verdicts import Verdict
 from coterie.batching import SpreadCost, strategies
 from coterie.batching.scheduler import CapsConfig, SchedulerConfig
 from coterie.costs.presets import step_model
-from coterie.errors import ConfigError, TraceError, check, check_file
+from coterie.errors import ConfigError, TraceError, check, check_file, check_known
 from coterie.models import model_from_config, model_of
+from coterie.predictors import predictors
 from coterie.prompts import read_prompts
 from coterie.sim.metrics import Run, RunSummary, summarise_run
 from coterie.traces import ActivationTrace, RequestTrace
@@ -100,6 +101,7 @@ def simulate(options: SimulateOptions, report: Report) -> Simulated:
     """Serve the same requests under fcfs and every chosen strategy."""
     config, given = _read_config(options.config)
     names = _names(options, config)
+    check_known("predictor", options.predictor, [*predictors.names(), *[DRY_RUN] * (options.with_model is not None)])
     work = _work(options, config, given, report)
     count = options.requests or REQUESTS[work.execution]
     rng = np.random.default_rng([options.seed, 1])

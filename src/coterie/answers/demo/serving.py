@@ -1,20 +1,15 @@
-"""The demo on a running gateway: request one completion, compare routers on the gateway's workers, keep them busy.
-
-The progress of the comparison is reported to the gateway's dashboard, `PUT /comparison`, from a separate thread. The
-comparison never waits for the gateway. Only the newest state is sent, at most four times a second. If the gateway is
-unavailable, its dashboard lacks the progress; the comparison goes on.
-"""
+"""The demo on a running gateway: request one completion, compare routers on the gateway's workers, keep them busy."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import msgspec
 
 from coterie.answers.demo.run import BASELINES, DemoResult, DemoRow, run_demo
 from coterie.answers.load.client import Asking, LoadClient
@@ -23,13 +18,12 @@ from coterie.answers.load.workload import LoadRequest, Message
 from coterie.answers.suites import Report
 from coterie.errors import UnavailableError
 from coterie.gateway.embedded import OURS, EmbeddedFleet
+from coterie.gateway.watching.comparison import Comparison, ComparisonRow
 from coterie.net.http_client import Client, completion_body, completion_path, served_model
 from coterie.prompts import load_prompts
 
 MAX_TOKENS = 24
 """Largest number of tokens of the first completion."""
-PERIOD_S = 0.25
-"""Seconds between two reports to the dashboard."""
 IN_FLIGHT = 6
 BUSY_TOKENS = 32
 MIXES = (("code", "legal", "math"), ("chat", "medical", "writing"), ("code", "finance", "science"))
@@ -67,19 +61,35 @@ def first_completion(url: str) -> FirstCompletion:
     return asyncio.run(ask())
 
 
-def run_on(fleet: EmbeddedFleet, url: str, folder: Path, report: Report) -> DemoResult:
+def run_on(
+    fleet: EmbeddedFleet, url: str, folder: Path, report: Report, show: Callable[[Comparison], None]
+) -> DemoResult:
     """Compare routers on the gateway's own workers, then switch the gateway to the fitted router.
 
-    The gateway's dashboard shows the progress.
+    `show` gets every state of the comparison.
     """
-    with telling(url, (*BASELINES, OURS), "an H200") as comparison:
+    state = Comparison("running", routers=[*BASELINES, OURS], hardware="an H200")
 
-        def progress(what: str, done: int, total: int) -> None:
-            comparison.progress(what, done, total)
-            report(what, done, total)
+    def tell(**changes: Any) -> None:
+        nonlocal state
+        state = msgspec.structs.replace(state, **changes)
+        show(state)
 
-        result = run_demo(out=folder, report=progress, served=(fleet, url), rows_so_far=comparison.rows)
-        comparison.done(result.verdict)
+    def progress(what: str, done: int, total: int) -> None:
+        tell(stage=what[:500], done=done, total=total)
+        report(what, done, total)
+
+    try:
+        result = run_demo(
+            out=folder,
+            report=progress,
+            served=(fleet, url),
+            rows_so_far=lambda rows: tell(rows=list(map(_shown, rows))),
+        )
+    except BaseException as error:
+        tell(state="failed", stage="", done=0, total=0, verdict=f"The comparison failed: {error}"[:500])
+        raise
+    tell(state="done", stage="", done=0, total=0, verdict=result.verdict[:500])
 
     async def use_fit() -> None:
         async with Client(url) as client:
@@ -89,75 +99,8 @@ def run_on(fleet: EmbeddedFleet, url: str, folder: Path, report: Report) -> Demo
     return result
 
 
-class Telling:
-    """Progress of a running comparison, for the gateway's dashboard."""
-
-    def __init__(self, url: str, routers: Sequence[str], hardware: str) -> None:
-        self._url = url
-        self._state: dict[str, Any] = {"state": "running", "routers": list(routers), "hardware": hardware}
-        self._news, self._over = threading.Event(), threading.Event()
-
-    def progress(self, what: str, done: int, total: int) -> None:
-        self._change(stage=what[:500], done=done, total=total)
-
-    def rows(self, rows: Sequence[DemoRow]) -> None:
-        self._change(
-            rows=[
-                {
-                    "router": row.router,
-                    "experts": row.experts,
-                    "saving_pct": row.saving_pct,
-                    "low_pct": row.interval_pct[0],
-                    "high_pct": row.interval_pct[1],
-                    "step_ms": row.h200_ms,
-                    "requests": row.requests,
-                }
-                for row in rows
-            ]
-        )
-
-    def done(self, verdict: str) -> None:
-        self._change(state="done", stage="", done=0, total=0, verdict=verdict[:500])
-
-    def failed(self, problem: str) -> None:
-        self._change(state="failed", stage="", done=0, total=0, verdict=f"The comparison failed: {problem}"[:500])
-
-    def _change(self, **values: Any) -> None:
-        self._state = {**self._state, **values}
-        self._news.set()
-
-    def run(self) -> None:
-        """Send each new state until :meth:`end` is called; runs in the reporting thread."""
-        while not self._over.is_set() or self._news.is_set():
-            self._news.wait()
-            self._news.clear()
-            with suppress(UnavailableError):
-                asyncio.run(self._send(self._state))
-            self._over.wait(PERIOD_S)
-
-    async def _send(self, state: dict[str, Any]) -> None:
-        async with Client(self._url) as client:
-            await client.call("PUT", "/comparison", state)
-
-    def end(self) -> None:
-        self._over.set()
-        self._news.set()
-
-
-@contextmanager
-def telling(url: str, routers: Sequence[str], hardware: str) -> Iterator[Telling]:
-    """Report progress while the block runs. The block calls `done` at its end; an exception reports a failure."""
-    comparison = Telling(url, routers, hardware)
-    thread = threading.Thread(target=comparison.run, name="coterie-telling", daemon=True)
-    thread.start()
-    try:
-        yield comparison
-    except BaseException as error:
-        comparison.failed(str(error))
-        raise
-    finally:
-        comparison.end()
-        thread.join()
+def _shown(row: DemoRow) -> ComparisonRow:
+    return ComparisonRow(row.router, row.experts, row.saving_pct, *row.interval_pct, row.h200_ms, row.requests)
 
 
 async def keep_busy(url: str, requests: int | None = None, in_flight: int = IN_FLIGHT) -> int:

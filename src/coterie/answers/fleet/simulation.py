@@ -316,8 +316,8 @@ def _run(source: Source, model: StepModel, settings: FleetSettings, seed: int) -
         in_order(model),
         settings.fitted,
     )
-    bench = replace(bench, config=_config(settings, settings.places or max(LEAST_PLACES, ROOM * per_decoder)))
-    bench = replace(bench, strategy=settings.strategy)
+    config = _config(settings, settings.places or max(LEAST_PLACES, ROOM * per_decoder))
+    bench = replace(bench, config=config, strategy=settings.strategy)
     if requests is not None:
         bench = replace(bench, requests=requests, in_flight=None)
     chosen, skipped = _routers(bench, settings)

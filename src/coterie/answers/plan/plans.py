@@ -27,6 +27,7 @@ from coterie.placement import Load, Objective, PlacementMap, Plan, Planner, Prob
 from coterie.placement.base import Progress, SearchProgress
 from coterie.registry import Offers
 from coterie.types import Placement, Topology, WeightDtype
+from coterie.units import parse_speeds
 
 T = TypeVar("T")
 
@@ -143,7 +144,8 @@ def make_plan(options: PlanOptions, report: Report = lambda *_: None) -> Planned
     if load.steps is not None and load.steps.sized:
         own = load.tokens.sum(axis=1).mean() / load.spec.top_k
         options = replace(options, batch=max(1, round(float(own))))
-    speeds, links = _speeds(options.speeds, options.ranks), _links(options.links)
+    speeds = () if options.speeds is None else parse_speeds(options.speeds, options.ranks)
+    links = _links(options.links)
     topology = Topology(options.ranks, options.ranks // options.nodes, speeds=speeds, bytes_per_s=links)
     given = None if options.current is None else _current(options, options.current, load)
     slots = _slots(options, load.spec.num_experts, load.spec.name) if given is None else given.placement.num_slots
@@ -316,15 +318,6 @@ def _layers_done(report: Report, layer_ids: tuple[int, ...]) -> Callable[[Search
         report(f"Layer {layer_ids[at.layer]}, gap {gap:.1%}{turn}", at.layer, at.layers)
 
     return tell
-
-
-def _speeds(text: str | None, ranks: int) -> tuple[float, ...]:
-    if text is None:
-        return ()
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(f"--speeds={text} must be {ranks} numbers with commas between them") from None
 
 
 def _links(path: Path | None) -> tuple[tuple[float, ...], ...]:

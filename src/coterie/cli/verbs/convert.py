@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from coterie.cli.files import load_sizes
 from coterie.cli.output import FromOption, JsonOption, NumExpertsOption, TraceModelOption, print_json, print_table
@@ -36,7 +35,7 @@ def convert_command(
         print_json({**summary, "left_out": list(written.left_out)})
     else:
         note = f"{to} cannot store {', '.join(written.left_out)}: left out." if written.left_out else None
-        print_table("Converted", ["field", "value"], ({**summary, "path": escape(str(dst))}).items(), note)
+        print_table("Converted", ["field", "value"], summary.items(), note)
 
 
 def _sizes(trace: Trace) -> dict[str, Any]:

@@ -189,16 +189,11 @@ def _print(suite: Suite, result: SuiteResult) -> None:
         rows = [row for row in result.rows if table.shows(row)]
         if rows:
             headings = [column.heading for column in table.columns]
-            print_table(table.title, headings, [[_cell(column.value(row)) for column in table.columns] for row in rows])
+            print_table(table.title, headings, [[column.value(row) for column in table.columns] for row in rows])
             out.print()
     if not tables and result.rows:
         keys = [key for key, value in result.rows[0].items() if not isinstance(value, dict | list)]
-        print_table(result.suite, keys, [[_cell(row.get(key)) for key in keys] for row in result.rows])
+        print_table(result.suite, keys, [[row.get(key) for key in keys] for row in result.rows])
         out.print()
     for note in result.notes:
         out.print(f"- {escape(note)}", highlight=False)
-
-
-def _cell(value: Any) -> Any:
-    """Escape text: names come from traces and may contain brackets that rich reads as markup."""
-    return escape(value) if isinstance(value, str) else value

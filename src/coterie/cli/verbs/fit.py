@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -21,10 +21,7 @@ from coterie.cli.output import (
     reporting,
     shell,
 )
-from coterie.errors import ConfigError, check
-
-if TYPE_CHECKING:  # importing NumPy takes as long as the rest of --help
-    import numpy as np
+from coterie.units import parse_speeds
 
 
 def fit_command(
@@ -66,11 +63,12 @@ def fit_command(
 
     from coterie.answers.fit import REQUESTS, check_weighting, fit_and_score
     from coterie.routing import RouterFit
+    from coterie.routing.fleet import checked_speeds
 
     if weighting is not None:
         check_weighting(weighting)
     check_output(output, "--output", "a fitted router", RouterFit.load, [trace])
-    rates = None if speeds is None else parse_speeds(speeds, workers)
+    rates = None if speeds is None else checked_speeds([*parse_speeds(speeds, workers)], workers)
     opened = read_activations(trace, from_, model, num_experts)
     with reporting("Counting requests") as report:
         scored = fit_and_score(
@@ -129,21 +127,6 @@ def _verdict(result: dict[str, Any]) -> str:
         f"On {result['test_requests']} held-out requests its {best} touch {saved[best]:.1f}% fewer experts a step than "
         f"one mixed pool, {pays}; no interval: one split. {why}"
     )
-
-
-def parse_speeds(text: str, workers: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Parse relative speeds such as '1,1,0.5' into an array [worker]."""
-    import numpy as np
-
-    try:
-        values = np.array([float(part) for part in text.split(",")])
-    except ValueError:
-        raise ConfigError(f"--speeds={text} must be numbers separated by commas") from None
-    check(
-        len(values) == workers and ((values > 0) & (values < np.inf)).all(),
-        f"--speeds={text} must be {workers} numbers above 0, one for each worker",
-    )
-    return values
 
 
 def _print(result: dict[str, Any]) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 
 from coterie.cli.files import read_activations, trace_summary
 from coterie.cli.output import JsonOption, err, print_json, print_table, reporting
@@ -104,8 +103,8 @@ def generate_command(
     if json_output:
         print_json(summary)
     else:
-        rows = [(name, escape(v) if isinstance(v, str) else v) for name, v in summary.items() if name != "domains"]
-        print_table("Generated", ["field", "value"], [*rows, ("domains", escape(", ".join(settings.domains)))])
+        rows = summary | {"domains": ", ".join(settings.domains)}
+        print_table("Generated", ["field", "value"], rows.items())
 
 
 def _settings(preset: str | None, like: Path | None, model: str | None, rng: np.random.Generator) -> SyntheticSettings:

@@ -79,19 +79,14 @@ def _print(inspection: Inspection) -> None:
 
     out.width = min(out.width, WIDTH)
     out.print(escape(inspection.trace), highlight=False, soft_wrap=True)
-    print_table("Trace", ["field", "value"], _escaped(overview(inspection)))
+    print_table("Trace", ["field", "value"], overview(inspection))
     for section in sections(inspection):
         out.print()
         if section.rows:
-            print_table(section.title, section.columns, _escaped(section.rows))
+            print_table(section.title, section.columns, section.rows)
         out.print(escape(section.meaning), highlight=False)
     out.print()
     for note in inspection.notes:
         out.print(f"Note: {escape(note)}", highlight=False)
     for line in not_there(inspection):
         out.print(f"No {escape(line)}", highlight=False)
-
-
-def _escaped(rows: Any) -> list[list[Any]]:
-    """Escape cells: names come from the trace and may contain brackets that rich reads as markup."""
-    return [[escape(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]

@@ -7,6 +7,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +19,7 @@ from coterie.errors import CoterieError, UnavailableError, check, refuse
 if TYPE_CHECKING:
     from coterie.gateway.config import GatewayConfig
     from coterie.gateway.embedded import EmbeddedFleet
-    from coterie.gateway.serve import Ready
+    from coterie.gateway.serve import Ready, RunningGateway
 
 
 FIRST_REQUESTS = 60
@@ -125,7 +126,8 @@ def _serve_embedded(port: int | None, router: str | None, demo: bool, folder: Pa
 
 
 def _ready(config: GatewayConfig, json: bool) -> Ready:
-    def ready(url: str, _: Callable[[], None]) -> None:
+    def ready(running: RunningGateway, _: Callable[[], None]) -> None:
+        url = running.url
         if json:
             print_json({"url": url, "workers": [worker.id for worker in config.workers]})
         else:
@@ -165,7 +167,8 @@ def _demonstrating(fleet: EmbeddedFleet, folder: Path, json: bool) -> Iterator[R
     problems: list[BaseException] = []
     stays = sys.stdout.isatty()
 
-    def show(url: str) -> None:
+    def show(running: RunningGateway) -> None:
+        url = running.url
         if not json:
             print_lines(f"Dashboard: {url}/")
         answer = first_completion(url)
@@ -177,25 +180,25 @@ def _demonstrating(fleet: EmbeddedFleet, folder: Path, json: bool) -> Iterator[R
         if stays:
             asyncio.run(keep_busy(url, FIRST_REQUESTS))
         with reporting("Recording", lines=True) as report:
-            result = run_on(fleet, url, folder, report)
+            result = run_on(fleet, url, folder, report, partial(setattr, running.parts, "comparison"))
         print_result(result, json)
         check(result.same_tokens, "routers gave different tokens", UnavailableError)
 
-    def ready(url: str, stop: Callable[[], None]) -> None:
+    def ready(running: RunningGateway, stop: Callable[[], None]) -> None:
         def run() -> None:
             try:
-                show(url)
+                show(running)
             except BaseException as error:
                 problems.append(error)
             if problems or not stays:
                 stop()
             else:
                 print_lines(
-                    f"\nThe gateway routes by the fitted router now, and requests keep it busy: {url}/ shows it. "
-                    "Ctrl-C ends it."
+                    "\nThe gateway routes by the fitted router now, and requests keep it busy: "
+                    f"{running.url}/ shows it. Ctrl-C ends it."
                 )
                 with contextlib.suppress(CoterieError):  # the requests fail when the gateway stops
-                    asyncio.run(keep_busy(url))
+                    asyncio.run(keep_busy(running.url))
 
         threading.Thread(target=run, name="coterie-demo", daemon=True).start()
 
