@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -43,7 +42,7 @@ from coterie.traces.arrivals import (
 )
 from coterie.traces.requests import RequestTrace, check_new_folder, write_requests
 from coterie.traces.segments import request_ranges
-from coterie.traces.store import ArrayFileWriter, write_json
+from coterie.traces.store import ArrayFileWriter, new_path, write_json
 from coterie.types import DECODE, PREFILL, ModelSpec
 
 CHUNK_BYTES = 64 << 20
@@ -229,10 +228,7 @@ def generate_to(
     work = _draw_workload(settings, rng, requests, tokens, preferences, source)
     _require_space(Path(path), work.num_tokens * token_bytes)
     folder = check_new_folder(path)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # Write next to the final path, then rename: an interruption leaves nothing, and only one of two writers succeeds.
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
-        part = Path(temporary) / "trace"
+    with new_path(folder) as part:
         part.mkdir()
         write_requests(part / "requests.parquet", work.requests)
         done, chunk_tokens = 0, max(1, CHUNK_BYTES // token_bytes)
@@ -251,10 +247,6 @@ def generate_to(
                 [{"activations": "activations.safetensors", "requests": "requests.parquet", "num_tokens": done}]
             ),
         )
-        try:
-            part.rename(folder)  # replaces an empty folder; fails for any other
-        except OSError:
-            raise ConfigError(f"{folder} was written by another program meanwhile; choose another folder") from None
     return ActivationTrace.open(folder)
 
 

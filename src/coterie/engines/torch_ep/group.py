@@ -1,6 +1,6 @@
 """Collectives of a group of ranks that count bytes and share failures, which torch.distributed does not.
 
-**Bytes.** Each collective adds the bytes that left this rank for another one to :class:`ByteCounters`, under the name
+**Bytes.** Each collective adds the bytes that left this rank for another one to `Group.sent_bytes`, under the name
 of their content. Bytes that stay on the rank are not counted.
 
 **Failures.** A rank that raises, times out or loses a peer writes the cause into the group's store. Every rank watches
@@ -37,13 +37,6 @@ CLOSED = "closed"
 """Value of a rank's own failure key that ends its watch thread; other ranks do not read it."""
 
 
-class ByteCounters:
-    """Bytes sent from this rank to others, by content."""
-
-    def __init__(self) -> None:
-        self.sent: Counter[str] = Counter()
-
-
 class Group:
     """The ranks of the default process group, which must be initialised. All ranks create it at the same time."""
 
@@ -56,7 +49,8 @@ class Group:
         self.rank: int = dist.get_rank()
         self.size: int = dist.get_world_size()
         self.timeout_s = timeout_s
-        self.bytes = ByteCounters()
+        self.sent_bytes: Counter[str] = Counter()
+        """Bytes sent from this rank to others, by content."""
         self._failure: str | None = None
         self._waiting: threading.Event | None = None
         self._store = dist.distributed_c10d._get_default_store()
@@ -74,7 +68,7 @@ class Group:
         """Send the rows of `sent` [row, ...], grouped by receiver; return the received rows, grouped by sender."""
         received = sent.new_empty((sum(receive_counts), *sent.shape[1:]))
         row_bytes = sent.element_size() * (sent[0].numel() if len(sent) else 0)
-        self.bytes.sent[what] += row_bytes * (sum(send_counts) - send_counts[self.rank])
+        self.sent_bytes[what] += row_bytes * (sum(send_counts) - send_counts[self.rank])
         # Send bytes, since gloo does not support every dtype.
         into, given = _as_bytes(received), _as_bytes(sent)
         self._run(
@@ -96,7 +90,7 @@ class Group:
     def all_gather(self, block: Any, what: str) -> Any:
         """Return the block of every rank, [rank, ...]; all blocks have the same shape."""
         gathered = block.new_empty((self.size, *block.shape))
-        self.bytes.sent[what] += (self.size - 1) * block.numel() * block.element_size()
+        self.sent_bytes[what] += (self.size - 1) * block.numel() * block.element_size()
         own, parts = _as_bytes(block.contiguous().unsqueeze(0)), list(_as_bytes(gathered).split(1))
         self._run(what, lambda: dist.all_gather(parts, own, async_op=True))
         return gathered

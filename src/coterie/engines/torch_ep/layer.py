@@ -46,7 +46,7 @@ from coterie.dispatch.shuffle import ShuffleSchedule
 from coterie.dispatch.slots import SlotTable, choose_slots
 from coterie.engines.optional import torch
 from coterie.engines.torch_ep.group import Group
-from coterie.errors import ConfigError, check, check_one_of
+from coterie.errors import check, check_one_of
 from coterie.types import Placement
 
 Activation = Literal["silu", "relu"]
@@ -229,11 +229,11 @@ class ExpertParallelLayers:
         """
         step = self.map
         with self.group.guard(f"layer {layer}"):
-            if experts.shape != weights.shape or len(experts) != len(hidden):
-                raise ConfigError(
-                    f"experts has shape {tuple(experts.shape)}, weights {tuple(weights.shape)}; "
-                    f"both must be [{len(hidden)} tokens, k]"
-                )
+            check(
+                experts.shape == weights.shape and len(experts) == len(hidden),
+                f"experts has shape {tuple(experts.shape)}, weights {tuple(weights.shape)}; "
+                f"both must be [{len(hidden)} tokens, k]",
+            )
             chosen = choose_slots(experts.numpy(), self.group.rank, step.tables[layer])
             slots = torch.from_numpy(chosen)
             received = self.exchange.dispatch(hidden, slots, weights.to(hidden.dtype))

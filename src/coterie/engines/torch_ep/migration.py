@@ -120,7 +120,7 @@ class Mover:
 
     def send(self, weights: Any, to: int) -> None:
         dist.send(weights, to, group=self._messages, tag=WEIGHTS)
-        self.group.bytes.sent[MIGRATION] += weights.numel() * weights.element_size()
+        self.group.sent_bytes[MIGRATION] += weights.numel() * weights.element_size()
 
     # ---------------------------------------------------------------------------------------------------- the thread
 
@@ -148,8 +148,7 @@ class Mover:
     def _receive(self, job: _Job) -> None:
         source = job.transfer.source
         self._send_numbers(READY, source, job.into_row is not None)
-        if job.into_row is None:
-            raise UnavailableError(job.error)
+        check(job.into_row is not None, job.error, UnavailableError)
         sends, checksum = self._receive_numbers(HEADER, source, 2)
         check(sends, f"rank {source} could not send expert {job.transfer.expert}", UnavailableError)
         row = self.weights.block[job.into_row]
@@ -223,7 +222,7 @@ class LiveMigration:
         self._staged: dict[int, int | None] = {}  # transfer → staging row of this rank
         self._old: dict[int, list[int]] = {}  # switch → rows of this rank that the switch replaced
         self._steps, self._stall_s = 0, 0.0
-        self._sent_before = layers.group.bytes.sent[MIGRATION]
+        self._sent_before = layers.group.sent_bytes[MIGRATION]
         self._carry_out(self._migrator.start())
 
     @property
@@ -266,7 +265,7 @@ class LiveMigration:
             rolled_back=state.rolled_back,
             stopped=state.stopped,
             steps=self._steps,
-            sent_bytes=self._layers.group.bytes.sent[MIGRATION] - self._sent_before,
+            sent_bytes=self._layers.group.sent_bytes[MIGRATION] - self._sent_before,
             stall_s=self._stall_s,
         )
 

@@ -91,7 +91,7 @@ def _wire(member: RankMember, asked: _Wire) -> WireMeasurement:
 
 def _sent(group: Group, member: RankMember, asked: _Wire, deduplicate: bool) -> WireBytes:
     placement, hidden_size = asked.placement, asked.hidden_size
-    group.bytes.sent.clear()
+    group.sent_bytes.clear()
     up = torch.zeros(2 * INNER, hidden_size)
     weights = SlotWeights(placement, group.rank, lambda _layer, _expert: (up, torch.zeros(hidden_size, INNER)))
     exchange = TorchExchange(group, placement.slots_per_rank, deduplicate)
@@ -104,7 +104,7 @@ def _sent(group: Group, member: RankMember, asked: _Wire, deduplicate: bool) -> 
         member.say(f"layer {layer}", layer)
         chosen = own[:, layer]
         layers.forward(layer, hidden, chosen, torch.full(chosen.shape, 1 / chosen.shape[1]))
-    sent = group.bytes.sent
+    sent = group.sent_bytes
     states = sent[DISPATCH] + sent[COMBINE]
     dist.barrier()  # what others have received has been sent
     after = tcp_bytes_sent()
