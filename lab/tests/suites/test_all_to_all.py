@@ -48,16 +48,8 @@ def test_its_times_divide_by_8_gpus_whatever_the_row_says(published: Any) -> Non
     for link, vendor in ((NVLINK4, 0.9), (NVLINK5, 1.8)):  # MB a microsecond, both directions
         printed = published.time_us[link.name]
         assert abs(published.bytes_per_layer / MB / (8 * vendor) - printed) <= 0.05
-        assert published.reconstructed_us(link) == pytest.approx(published.bytes_per_layer / MB / (8 * vendor))
         if published.gpus != 8:
             assert abs(published.bytes_per_layer / MB / (published.gpus * vendor) - printed) > 0.9
-
-
-def test_what_is_reconstructed_is_within_a_digit_of_the_printed() -> None:
-    for published in PUBLISHED:
-        if published.reconstructed_bytes is not None:
-            assert published.reconstructed_bytes == pytest.approx(published.bytes_per_layer, abs=0.1 * MB)
-    assert [p.reconstructed_bytes is None for p in PUBLISHED] == [False, False, True, False]
 
 
 def test_rows_by_formula(rows: Any) -> None:
@@ -73,7 +65,7 @@ def test_rows_by_formula(rows: Any) -> None:
     assert deepseek["time_article_rule_us"] == pytest.approx(deepseek["bytes_per_layer"] / MB / (8 * 0.9))
     assert deepseek["published"]["bytes_per_layer"] == 58.7e6
     # Less the latency, the article's time is ours but for the local expert that it sends too.
-    assert (deepseek["time_us"] - 4) * 8 / 7 == pytest.approx(deepseek["published"]["reconstructed_time_us"], rel=1e-3)
+    assert (deepseek["time_us"] - 4) * 8 / 7 == pytest.approx(58.7 / (8 * 0.9), rel=1e-3)
 
 
 def test_more_gpus_send_more_bytes_in_less_time_until_they_span_nodes(rows: Any) -> None:

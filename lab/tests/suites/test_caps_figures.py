@@ -113,7 +113,7 @@ def test_a_loss_below_the_axis_is_written() -> None:
     mild = filled(caps_figures._p99_by_rate, caps_rows(("fcfs", "lpt")))
     assert not any("below the axis" in text for text in words(mild))
     rows[4] |= {"p99_reduction_pct": -80.0}
-    assert "below the axis\nlpt at 2 rates: down to −172" in words(filled(caps_figures._p99_by_rate, rows))
+    assert "below the axis\nlpt at 150: −172, at 200: −80" in words(filled(caps_figures._p99_by_rate, rows))
 
 
 def test_predicted_rates_are_marked() -> None:

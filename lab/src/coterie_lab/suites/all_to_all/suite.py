@@ -49,8 +49,8 @@ VALUE_BYTES = 2
 TRACES = ("gpt-oss-20b", "deepseek-v2-lite")
 """Folders under activations/ of the real data."""
 
-ARTICLE_BATCH, ARTICLE_HIDDEN, ARTICLE_GPUS, ARTICLE_WAYS = 128, 7168, 8, 4
-"""Values that reproduce the article's bytes and times, in every row that can be reproduced."""
+ARTICLE_BATCH, ARTICLE_WAYS = 128, 4
+"""Values that reproduce the article's bytes, in every row that can be reproduced."""
 
 
 class Published(NamedTuple):
@@ -61,24 +61,13 @@ class Published(NamedTuple):
     bytes_per_layer: float
     time_us: dict[str, float]
     """Microseconds by link."""
-    copies: int | None
-    """Copies of a token that reproduce the bytes; None if no number does."""
-
-    @property
-    def reconstructed_bytes(self) -> int | None:
-        """128 tokens x copies x 7168 x 2 B x 4, in every row that can be reproduced."""
-        return None if self.copies is None else article_bytes(self.copies, ARTICLE_HIDDEN)
-
-    def reconstructed_us(self, link: Link) -> float:
-        """Bytes ÷ (8 GPUs x bidirectional bandwidth): 8 even if the row has 16 or 32."""
-        return article_us(self.bytes_per_layer, ARTICLE_GPUS, link)
 
 
 PUBLISHED = (
-    Published("mixtral-8x22b", 8, 14.6e6, {"nvlink4": 2.0, "nvlink5": 1.0}, 2),
-    Published("deepseek-v3", 8, 58.7e6, {"nvlink4": 8.2, "nvlink5": 4.1}, 8),
-    Published("deepseek-v3", 32, 55.2e6, {"nvlink4": 7.7, "nvlink5": 3.8}, None),
-    Published("arctic-480b", 16, 29.4e6, {"nvlink4": 4.1, "nvlink5": 2.0}, 4),
+    Published("mixtral-8x22b", 8, 14.6e6, {"nvlink4": 2.0, "nvlink5": 1.0}),
+    Published("deepseek-v3", 8, 58.7e6, {"nvlink4": 8.2, "nvlink5": 4.1}),
+    Published("deepseek-v3", 32, 55.2e6, {"nvlink4": 7.7, "nvlink5": 3.8}),
+    Published("arctic-480b", 16, 29.4e6, {"nvlink4": 4.1, "nvlink5": 2.0}),
 )
 
 
@@ -120,13 +109,8 @@ def _published_rows(published: Published, batch: int) -> list[dict[str, Any]]:
     rows = []
     for link in (NVLINK4, NVLINK5):
         one_domain = Topology(gpus, ranks_per_node=gpus, intra=link)
-        beside = {
-            "bytes_per_layer": published.bytes_per_layer,
-            "time_us": published.time_us[link.name],
-            "reconstructed_bytes": published.reconstructed_bytes,
-            "reconstructed_time_us": published.reconstructed_us(link),
-        }
         row = _formula_row("article", spec, one_domain, batch)
+        beside = {"bytes_per_layer": published.bytes_per_layer, "time_us": published.time_us[link.name]}
         row["published"] = beside if batch == ARTICLE_BATCH else None
         rows.append(row)
         if gpus > GPUS_PER_NODE:

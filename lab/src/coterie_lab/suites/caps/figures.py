@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from coterie.answers.figures import MAX_LABEL, Theme, write_figure
+from coterie.answers.figures import Theme, short, write_figure
 from coterie_lab.suites.caps.published import GREEDY, TOP_SIX
 from coterie_lab.suites.shared import Rows, annotate, distinct_values
 
@@ -36,8 +36,6 @@ STYLES = {
 }
 COLORS, MARKERS = ("#b8326f", "#12858f", "#7a5c12", "#6b2f2f"), "PXph*"
 """Colours and markers of all other strategies: 20 pairs before one repeats."""
-MOST_LISTED = 8
-"""Lines of small print in a corner."""
 FLOOR = -60.0
 """Lowest value of the axis; larger losses are written, since drawing them would flatten all else."""
 
@@ -57,7 +55,7 @@ def _p99_by_rate(rows: Rows, figure: Figure, theme: Theme) -> None:
         _p99_panel(axes, theme, [row for row in rows if row["pattern"] == pattern], look)
         axes.set(title=f"{pattern} arrivals", xlabel="requests a second" + ("  (* predicted, not fitted)" * predicted))
     figure.axes[0].set_ylabel("cut of P99 against fcfs (%)")
-    handles = [handle(short_name(name), color, marker, ms=5, ls="-") for name, (color, marker) in look.items()]
+    handles = [handle(short(name), color, marker, ms=5, ls="-") for name, (color, marker) in look.items()]
     group = grouped(rows)
     if group:
         label = f"{len(group)} others, least to most"
@@ -94,10 +92,6 @@ def handle(label: str, color: str, marker: str, **style: Any) -> Any:
     return Line2D([], [], label=label, color=color, marker=marker, **({"ls": "none"} | style))
 
 
-def short_name(name: str) -> str:
-    return name if len(name) <= MAX_LABEL else name[: MAX_LABEL - 1] + "…"
-
-
 def signed(value: float, digits: int = 1) -> str:
     return f"{value:+.{digits}f}".replace("-", "\N{MINUS SIGN}")
 
@@ -119,7 +113,7 @@ def _p99_panel(axes: Any, theme: Theme, rows: Rows, look: dict[str, tuple[str, s
     if group.size:
         axes.fill_between(range(len(rates)), group.min(axis=0), group.max(axis=0), color=theme.grid, lw=0)
         axes.plot(range(len(rates)), group.T, color=theme.muted, lw=0.6, marker="_", ms=7, alpha=0.8)
-    lost: dict[str, list[tuple[float, float]]] = {}
+    lost = []
     # Shifted along the axis, so that whiskers do not hide each other.
     shifts = (np.arange(len(look)) - (len(look) - 1) / 2) * min(0.04, 0.3 / max(len(look), 1))
     for shift, (name, (color, marker)) in zip(shifts, look.items(), strict=True):
@@ -131,8 +125,8 @@ def _p99_panel(axes: Any, theme: Theme, rows: Rows, look: dict[str, tuple[str, s
             if row["p99_reduction_low"] is not None:  # one seed has no interval
                 axes.vlines(where, row["p99_reduction_low"], row["p99_reduction_high"], color=color, lw=1.0, alpha=0.7)
         axes.plot(x, y, color=color, marker=marker, ms=5, lw=2.4 if best else 1.5, zorder=4 if best else 3)
-        if (y < FLOOR).any():
-            lost[name] = [(row["rate"], value) for row, value in zip(mine, y, strict=True) if value < FLOOR]
+        below = [f"at {row['rate']:g}: {signed(value, 0)}" for row, value in zip(mine, y, strict=True) if value < FLOOR]
+        lost += [f"{short(name)} {', '.join(below)}"] if below else []
     brackets = _published_p99(axes, theme, rows, at, look)
     low, high = axes.get_ylim()
     high = max(high, 5.0)
@@ -140,21 +134,12 @@ def _p99_panel(axes: Any, theme: Theme, rows: Rows, look: dict[str, tuple[str, s
     _rate_ticks(axes, rows, rates, brackets)
     annotate(axes, BASE, (axes.get_xlim()[1], 0), (0, -2), ha="right", va="top", fontsize=8)
     if lost:
-        below = [_below(name, spots) for name, spots in lost.items()]
-        more = [f"and {len(below) - MOST_LISTED} more"] if len(below) > MOST_LISTED else []
-        words = "\n".join(["below the axis", *below[:MOST_LISTED], *more])
+        words = "\n".join(["below the axis", *lost])
         style = {"ha": "right", "va": "bottom", "fontsize": 7, "color": theme.muted, "zorder": 7}
         box = {"facecolor": theme.background, "edgecolor": "none", "pad": 1.5}
         annotate(axes, words, (1, 0), (-2, 3), xycoords="axes fraction", bbox=box, **style)
     axes.grid(axis="y")
     axes.yaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 5, 10]))
-
-
-def _below(name: str, spots: list[tuple[float, float]]) -> str:
-    lowest = signed(min(value for _, value in spots), 0)
-    if len(spots) == 1:
-        return f"{short_name(name)} at {spots[0][0]:g}: {lowest}"
-    return f"{short_name(name)} at {len(spots)} rates: down to {lowest}"
 
 
 def _published_p99(
@@ -181,7 +166,7 @@ def _published_p99(
         axes.plot((right, right), ends, color=color, lw=1.4, marker="_", ms=7, mew=1.4)
         if name not in look:
             style = {"color": theme.muted, "ha": "center", "va": "bottom", "fontsize": 7, "rotation": 90}
-            annotate(axes, short_name(name), (right, ends[1]), (0, 4), **style)
+            annotate(axes, short(name), (right, ends[1]), (0, 4), **style)
     return first + 0.16 * unit * (len(ranges) - 1) if ranges else None
 
 

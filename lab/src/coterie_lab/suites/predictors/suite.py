@@ -94,12 +94,7 @@ def _row(trace: str, predicts: str, contender: Contender, result: PredictorScore
     row["requests"] = result.requests
     for key in ("cosine", "recall_top_k", "recall_top_2k", "recall_16"):
         row[key], row[f"{key}_low"], row[f"{key}_high"] = getattr(result, key).over_requests
-    return row | {
-        "hit_rate": contender.hit_rate,
-        "cosine_by_layer": result.cosine.by_layer.tolist(),
-        "recall_top_k_by_layer": result.recall_top_k.by_layer.tolist(),
-        "published": None,
-    }
+    return row | {"hit_rate": contender.hit_rate, "published": None}
 
 
 def _ends(key: str) -> Column:

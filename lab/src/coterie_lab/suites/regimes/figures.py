@@ -16,8 +16,8 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from coterie.answers.figures import Theme, write_figure
-from coterie_lab.suites.caps.figures import short_name, signed
+from coterie.answers.figures import Theme, short, write_figure
+from coterie_lab.suites.caps.figures import signed
 from coterie_lab.suites.shared import Rows, annotate, distinct_values
 
 NAME = "fig_regimes"
@@ -87,7 +87,7 @@ def _fill(
             words = signed(value) + ("*" if matrix.split[row, column] else "")
             weight = "bold" if matrix.sure[row, column] else "normal"
             axes.text(column, row, words, ha="center", va="center", fontsize=8, color=ink, fontweight=weight)
-        axes.set_yticks(range(len(names)), [short_name(name) for name in names])
+        axes.set_yticks(range(len(names)), [short(name) for name in names])
         axes.tick_params(length=0, colors=theme.text, labelsize=8.5)
         axes.spines[:].set_visible(False)
         axes.set_ylabel(f"load {matrix.load:g}", fontsize=10)
@@ -110,7 +110,7 @@ def _fill(
 def _headings(panels: Sequence[Any], columns: Sequence[tuple[str, str]]) -> None:
     """Regimes above the first panel, models below the last."""
     turned: dict[str, Any] = {"rotation": 25, "ha": "right", "rotation_mode": "anchor"} if len(columns) > 4 else {}
-    panels[-1].set_xticks(range(len(columns)), [short_name(model) for _, model in columns], **turned)
+    panels[-1].set_xticks(range(len(columns)), [short(model) for _, model in columns], **turned)
     regimes = [regime for regime, _ in columns]
     for regime in dict.fromkeys(regimes):
         middle = float(np.mean([place for place, name in enumerate(regimes) if name == regime]))

@@ -28,7 +28,6 @@ from coterie.types import ModelSpec, Placement, narrowest_uint
 from coterie_lab.suites.predictors.cases import trace_cases
 from coterie_lab.suites.predictors.model import record_prompts
 from coterie_lab.suites.predictors.traces import prompt_groups
-from coterie_lab.suites.sem_moe import token_sets
 from coterie_lab.suites.sem_moe.look_back import LookBack, TableShares, look_back, table_shares
 from coterie_lab.suites.sem_moe.token_sets import DEFINITIONS, TokenCounts, count_tokens, kurtosis, set_scores
 from coterie_lab.suites.shared import spread as finite_spread
@@ -150,7 +149,6 @@ def spread(key: str, samples: Sequence[float]) -> Row:
 
 def kurtosis_rows(trace: str, counts: TokenCounts, top_k: int) -> list[Row]:
     """Make rows of the kurtosis of tokens' counts over the experts of a layer, all tokens and layers together."""
-    experts = counts.activations.shape[2]
     everyone = counts.activations.sum(axis=0) / counts.activations.sum(axis=(0, 2))[:, None]  # [layer, expert]
     rng = np.random.default_rng(0)
     rows = []
@@ -171,8 +169,6 @@ def kurtosis_rows(trace: str, counts: TokenCounts, top_k: int) -> list[Row]:
                 "share_above_8": float((own > KURTOSIS).mean()),
                 "by_popularity_median": float(np.median(chance)),
                 "by_popularity_above_8": float((chance > KURTOSIS).mean()),
-                "fixed_set": token_sets.fixed_set_kurtosis(experts, top_k),
-                "median_by_layer": np.median(own, axis=0).tolist(),
                 "published": {"above": KURTOSIS, "tokens": "most"},
             }
         )
@@ -191,11 +187,7 @@ def sets_rows(trace: str, parts: Sequence[tuple[TokenCounts, TokenCounts]], top_
                 by_layer = np.array([getattr(score[name], key) for score in scores])  # [split, layer]
                 row |= spread(key, by_layer.mean(axis=1).tolist())
                 row[f"{key}_by_layer"] = [float(v) if np.isfinite(v) else None for v in by_layer.mean(axis=0)]
-            seen = [
-                float((test.occurrences * (fit.occurrences > 0)).sum() / test.occurrences.sum()) for fit, test in parts
-            ]
-            row |= {"seen_share": float(np.mean(seen)), "published": {"precision": PRECISION, "f1": F1}}
-            rows.append(row)
+            rows.append(row | {"published": {"precision": PRECISION, "f1": F1}})
     return rows
 
 
