@@ -15,17 +15,18 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from scipy.stats import binomtest
 
-import coterie
 from coterie.answers.advise.advising import AdviseSettings, advise
 from coterie.answers.fleet.bench import Source
 from coterie.models import get_model
 from coterie.routing import calibration
 from coterie.traces import ActivationTrace
+from coterie.traces.readers import read_as
 
 ROUNDING = 0.05
 """Points by which a printed gain may be off."""
@@ -33,8 +34,7 @@ ROUNDING = 0.05
 
 def main() -> None:
     options = _options()
-    trace = coterie.open_trace(options.trace)
-    assert isinstance(trace, ActivationTrace)
+    trace = read_as(ActivationTrace, Path(options.trace))
     source, spec = Source(trace, calibration(trace)), get_model(trace.meta.model)
     settings = AdviseSettings(decoders=options.decoders, in_flight=options.in_flight, requests=options.requests)
     whole = advise(source, spec, replace(settings, splits=2 * settings.splits))

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from coterie.errors import ConfigError
 from coterie.placement import Eplb, LatencyOptimal, Load, Objective
+from coterie.placement.planning.over_scenarios import FEW
 from coterie.placement.scenarios import steps_of_requests
 from coterie.types import Placement, Topology
 
@@ -37,7 +38,7 @@ def slowest(slot_experts: NDArray[np.integer], tokens: NDArray[np.float64], rank
 
 @pytest.mark.parametrize("seed", range(6))
 def test_close_to_the_best_of_all_placements(seed: int) -> None:
-    tokens = steps(seed, 7, 1, 8)  # so few that none is held out
+    tokens = steps(seed, 7, 1, 8)
     load, topology, current = Load.of_scenarios(tokens), Topology(4, 4), Placement.linear(1, 8, 4)
     plan = LatencyOptimal(objective=FREE).plan(load, topology, current)
     best = min(slowest(np.array(order), tokens[:, 0], 4).mean() for order in permutations(range(8)))
@@ -48,7 +49,7 @@ def test_close_to_the_best_of_all_placements(seed: int) -> None:
 
 @given(seed=st.integers(0, 1000), ranks=st.sampled_from([2, 4]), spare=st.sampled_from([0, 4]))
 def test_never_worse_than_what_there_is_or_the_mean_plan(seed: int, ranks: int, spare: int) -> None:
-    tokens = steps(seed, 6, 2, 12)
+    tokens = steps(seed, FEW, 2, 12)  # with fewer the plan is chosen by unseen scenarios
     load, topology = Load.of_scenarios(tokens), Topology(ranks, ranks)
     current = Placement.linear(2, 12, ranks, 12 + spare)
     planner = LatencyOptimal(objective=FREE)
@@ -108,7 +109,7 @@ def test_dear_moves_are_not_made_and_cheap_ones_are() -> None:
 
 @pytest.mark.parametrize("budget", [0, 6, 20, 1000])
 def test_a_budget_of_moves_holds_over_scenarios(budget: int) -> None:
-    tokens = steps(10, 16, 4, 16)
+    tokens = steps(10, FEW, 4, 16)
     load, topology, current = Load.of_scenarios(tokens), Topology(4, 4), Placement.linear(4, 16, 4)
     planner = LatencyOptimal(objective=FREE, max_moves=budget)
     plan, mean = planner.plan(load, topology, current), planner.plan(load.mean, topology, current)
@@ -139,8 +140,6 @@ def test_plans_report_scenarios_that_they_were_not_made_for() -> None:
     assert plan.unseen is not None
     assert plan.unseen.scenarios == 8
     assert plan.unseen.fitted >= plan.unseen.after >= plan.unseen.mean, "chosen by what was held out"
-    few = LatencyOptimal(objective=FREE).plan(Load.of_scenarios(tokens[:4]), topology, current)
-    assert few.unseen is None
 
 
 def test_the_same_load_gives_the_same_plan() -> None:

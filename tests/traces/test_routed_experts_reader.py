@@ -91,7 +91,7 @@ def test_sglang_answers(tmp_path: Path, rng: np.random.Generator, dense: bool, d
     for index in range(3):
         np.testing.assert_array_equal(trace.request(index).expert_ids, moe)
         assert trace.request(index).phase.tolist() == [PREFILL] * 4 + [DECODE]
-    with pytest.raises(TraceError, match="line 1: routed_experts: has no shape in SGLang's form; give a known --model"):
+    with pytest.raises(TraceError, match=r"line 1: answer: .* name a known model"):
         read_trace(path)
 
 
@@ -113,11 +113,11 @@ def answer_without(*keys: str) -> dict[str, Any]:
     [
         (answer_without("usage"), "line 1: usage.prompt_tokens: is None"),
         (answer_without("choices"), "line 1: choices: is missing"),
-        (answer_without("choices", "0", "routed_experts"), "line 1: routed_experts: is missing"),
+        (answer_without("choices", "0", "routed_experts"), "line 1: answer: carries no routed_experts"),
         ({"choices": []}, "line 1: choices: is missing"),
         (7, "line 1: answer: must be a JSON object"),
-        ({"meta_info": {"prompt_tokens": 1, "completion_tokens": 1}}, "line 1: routed_experts: is missing"),
-        ({"meta_info": {"prompt_tokens": True, "completion_tokens": 1}}, "meta_info.prompt_tokens: is True"),
+        ({"meta_info": {"prompt_tokens": 1, "completion_tokens": 1}}, "line 1: answer: carries no routed_experts"),
+        ({"meta_info": {"prompt_tokens": True, "completion_tokens": 1}}, "line 1: answer: says prompt_tokens=None"),
         (
             vllm_answer(np.full((4, 2, 2), 1), 2) | {"usage": {"prompt_tokens": 2, "completion_tokens": 9}},
             "describes 3 generated tokens, usage.completion_tokens is 9",

@@ -22,7 +22,6 @@ from coterie.traces import ActivationTrace
 from coterie.traces import synthetic as module
 from coterie.traces.arrivals import LognormalLengths, PoissonArrivals
 from coterie.traces.synthetic import (
-    AbruptDrift,
     Preferences,
     SlowDrift,
     SyntheticSettings,
@@ -212,20 +211,6 @@ def test_half_life_is_recovered_from_loads(rng: np.random.Generator) -> None:
     assert -1 / slope == pytest.approx(100.0, rel=0.2)
 
 
-def test_abrupt_drift_shows_at_its_time(rng: np.random.Generator) -> None:
-    settings = replace(
-        SMALL, num_experts=32, zipf_exponent=1.0, drift=AbruptDrift((50.0, 80.0)), arrivals=PoissonArrivals(20.0)
-    )
-    trace = generate(settings, rng, requests=2200)
-    tokens, offsets = trace.arrays()
-    counts = footprints(tokens.expert_ids, offsets, 32).astype(float)
-    assert trace.requests.arrival_s is not None
-    windows = (trace.requests.arrival_s // 10).astype(int)
-    loads = [counts[windows == w].sum(axis=0) for w in range(10)]
-    jumps = [w for w in range(1, 10) if cosine(loads[w - 1], loads[w]) < 0.9]
-    assert jumps == [5, 8]
-
-
 def digest(folder: Path) -> dict[Any, Any]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
 
@@ -364,5 +349,3 @@ def test_bad_amounts_and_drifts(rng: np.random.Generator, tmp_path: Path) -> Non
         Preferences(other.epochs, SlowDrift(1.0))
     with pytest.raises(ConfigError, match="half_life_s=0 must be above 0"):
         SlowDrift(0)
-    with pytest.raises(ConfigError, match="must rise"):
-        AbruptDrift((2.0, 1.0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ import pytest
 from coterie.answers.suites import SuiteOptions
 from coterie.sim.fleet.metrics import LatencyLimits
 from coterie_lab.suites.together import suite
-from coterie_lab.suites.together.outcomes import Outcome, Served, capacity, limits_of, outcome_of, recovered_s
-from coterie_lab.suites.together.rows import Cell, Pair, against_rows, pair_rows, run_rows, word_of
+from coterie_lab.suites.together.outcomes import Outcome, Served, capacity, limits_of, outcome_of
+from coterie_lab.suites.together.rows import Cell, Pair, against_rows, pair_rows, recovered_s, run_rows, word_of
 from coterie_lab.suites.together.suite import COMPARED
 from coterie_lab.suites.together.traffic import ABRUPT, DRIFTING, MINORITY, STEADY, TRAFFICS, mix_of
 
@@ -61,24 +60,29 @@ def test_a_request_of_one_token_has_no_tpot_and_one_that_did_not_finish_is_outsi
 
 
 def test_limits_and_capacity() -> None:
-    assert limits_of(served(np.full(50, 0.02), 0.3)) == pytest.approx((0.6, 0.025))
+    assert limits_of(served(np.full(50, 0.02), 0.3)) == pytest.approx((0.9, 0.025))
     assert capacity(np.arange(100) / 7.0) == pytest.approx(7.0)
     slow_ends = np.concatenate([np.arange(90) / 7.0, [90.0, 91.0]])  # the last requests run alone
     assert capacity(slow_ends) == pytest.approx(7.0)
 
 
-def test_time_to_recover_is_seen_beside_the_same_requests() -> None:
-    waves = 1.0 + 0.5 * np.sin(np.arange(600))
-    beside, shift = served(waves), 200
-    ratio = np.where((np.arange(600) >= 200) & (np.arange(600) < 350), 1.2, 1.0)
-    assert recovered_s(served(waves * ratio), beside, shift) == 150.0
-    assert recovered_s(served(waves), beside, shift) == 0.0
-    assert recovered_s(served(waves * np.where(np.arange(600) < 200, 1.0, 1.2)), beside, shift) == math.inf
-
-
 def outcome(tpot_ms: float, goodput: float = 1.0) -> Outcome:
     ttft, tpot = (10.0, 10.0, 10.0), (tpot_ms, tpot_ms, tpot_ms)
-    return Outcome(goodput, 100.0, *ttft, *tpot, tpot_ms, 4.0, 1.0, 0.0, math.nan)
+    return Outcome(goodput, 100.0, *ttft, *tpot, tpot_ms, 4.0, 1.0, 0.0, (tpot_ms,) * 20, 2.0)
+
+
+def test_time_to_recover_is_seen_beside_the_same_requests() -> None:
+    waves = 100.0 + 50.0 * np.sin(np.arange(20))
+    beside = [outcome(1.0)._replace(tpot_windows_ms=tuple(waves))]
+
+    def recovered(ratio: Any) -> float | None:
+        return recovered_s([outcome(1.0)._replace(tpot_windows_ms=tuple(waves * ratio))], beside)
+
+    at = np.arange(20)
+    assert recovered(np.where((at >= 10) & (at < 13), 1.2, 1.0)) == 6.0, "three windows of two seconds"
+    assert recovered(np.ones(20)) == 0.0
+    assert recovered(np.where(at < 10, 1.0, 1.04)) == 0.0
+    assert recovered(np.where(at < 10, 1.0, 1.2)) is None
 
 
 @pytest.mark.parametrize(

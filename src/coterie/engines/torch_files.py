@@ -30,24 +30,29 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coterie.errors import ConfigError, TraceError, UnavailableError, check_file, check_input_file
 from coterie.traces import ActivationTrace, LoadTable, RequestTrace, TraceMeta
-from coterie.traces.readers.base import Reader, ReadOptions, Trace
+from coterie.traces.readers.base import Reader, ReadOptions
 from coterie.types import DECODE, PREFILL
 
 EXTEND_PASS, DECODE_PASS, MIXED_PASS, IDLE_PASS = 1, 2, 3, 4
 """Values of SGLang's ForwardMode. Larger values are speculative passes or differ between SGLang versions."""
 
 
-def read_sglang_recorder(path: Path, options: ReadOptions) -> Trace:
+def read_sglang_recorder(path: Path, options: ReadOptions) -> ActivationTrace | LoadTable:
     """Read a dump of any of the three modes; the mode follows from the content."""
     files = sorted(path.glob("expert_distribution_recorder_*.pt")) if path.is_dir() else [path]
     check_file(files, path, "folder", "holds no expert_distribution_recorder_*.pt")
+    return read_rank_dumps(path, files, options)
+
+
+def read_rank_dumps(path: Path, files: Sequence[Path], options: ReadOptions) -> ActivationTrace | LoadTable:
+    """Read the dumps of one recording, one file per rank; errors of several files name `path`."""
     dumps = [_load(file) for file in files]
     for file, dump in zip(files, dumps, strict=True):
         stat = "logical_count" in dump
@@ -72,16 +77,24 @@ def _load(path: Path) -> dict[str, Any]:
     except Exception as error:  # torch raises pickle, zip, runtime, key and type errors on damaged files
         first = (str(error) or type(error).__name__).splitlines()[0]
         raise TraceError(path, "file", f"torch cannot load it: {first}") from None
-    if not isinstance(dump, dict) or not ("logical_count" in dump or "records" in dump):
-        raise TraceError(path, "dump", "has neither logical_count nor records: not of the expert distribution recorder")
-    return dump
+    check_file(
+        isinstance(dump, dict) and ("logical_count" in dump or "records" in dump),
+        path,
+        "dump",
+        "has neither logical_count nor records: not of the expert distribution recorder",
+    )
+    return cast(dict[str, Any], dump)
 
 
 def _records(path: Path, dump: dict[str, Any]) -> list[dict[str, Any]]:
     records = dump.get("records")
-    if not isinstance(records, list) or not records or not all(isinstance(record, dict) for record in records):
-        raise TraceError(path, "records", "must be a list of at least one pass")
-    return records
+    check_file(
+        isinstance(records, list) and records and all(isinstance(record, dict) for record in records),
+        path,
+        "records",
+        "must be a list of at least one pass",
+    )
+    return cast(list[dict[str, Any]], records)
 
 
 def _integers(path: Path, name: str, value: Any, ndim: int) -> NDArray[np.int64]:
@@ -101,15 +114,10 @@ def _integers(path: Path, name: str, value: Any, ndim: int) -> NDArray[np.int64]
 
 def _table(
     path: Path, counts: NDArray[np.int64], options: ReadOptions, labels: list[str] | None, **source: Any
-) -> Trace:
-    if counts.size and int(counts.min()) < 0:
-        raise TraceError(path, "counts", f"hold {int(counts.min())}, expected tokens")
-    check_file(
-        options.num_experts is None or options.num_experts == counts.shape[2],
-        path,
-        "counts",
-        f"have {counts.shape[2]} experts, --num-experts says {options.num_experts}",
-    )
+) -> LoadTable:
+    least = int(counts.min(initial=0))
+    check_file(least >= 0, path, "counts", f"hold {least}, expected tokens")
+    options.check_experts(path, "counts", counts.shape[2])
     steps, layers = (np.flatnonzero(counts.any(axis=axes)) for axes in ((1, 2), (0, 2)))
     check_file(steps.size, path, "counts", "hold no load: nothing was recorded")
     return LoadTable(
@@ -121,14 +129,14 @@ def _table(
     )
 
 
-def _stat(path: Path, dump: dict[str, Any], options: ReadOptions) -> Trace:
+def _stat(path: Path, dump: dict[str, Any], options: ReadOptions) -> LoadTable:
     tensor = dump["logical_count"]
     flat = getattr(tensor, "ndim", 3) == 2  # older dumps are already summed over steps
     counts = _integers(path, "logical_count", tensor, 2 if flat else 3)
     return _table(path, counts[None] if flat else counts, options, None, mode="stat")
 
 
-def _per_pass(path: Path, files: Sequence[Path], dumps: Sequence[dict[str, Any]], options: ReadOptions) -> Trace:
+def _per_pass(path: Path, files: Sequence[Path], dumps: Sequence[dict[str, Any]], options: ReadOptions) -> LoadTable:
     passes: dict[int, NDArray[np.int64]] = {}
     for file, dump in zip(files, dumps, strict=True):
         experts = _slot_map(file, dump)  # [layer, slot]
@@ -243,9 +251,7 @@ def _standing_at(position: int, requests: Sequence[_Request]) -> _Request | None
 def _per_token(path: Path, dump: dict[str, Any], options: ReadOptions) -> ActivationTrace:
     experts = _slot_map(path, dump)
     num_experts = int(experts.max()) + 1
-    if options.num_experts not in (None, num_experts):
-        problem = f"has {num_experts} experts, --num-experts says {options.num_experts}"
-        raise TraceError(path, "last_physical_to_logical_map", problem)
+    options.check_experts(path, "last_physical_to_logical_map", num_experts)
     joiner, blocks, token_ids, row = _Joiner(), [], [], 0
     for index, record in sorted(enumerate(_records(path, dump)), key=lambda item: _pass_number(path, *item)):
         tokens, positions = (_field(path, index, record, name, 1) for name in ("input_ids", "positions"))

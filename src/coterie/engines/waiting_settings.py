@@ -162,11 +162,12 @@ class LoadSource:
         Loads may have rows of dense layers, which nothing activates, or be of some layers only. A table without layer
         ids is of the layers that route, in order.
         """
-        if self.shape[1] != reported.num_experts or len(layer_ids) != reported.num_layers:
-            raise InputError(
-                f"it has {reported.num_experts} experts in {reported.num_layers} layers; "
-                f"expected {self.shape[1]} in {len(layer_ids)}"
-            )
+        check(
+            self.shape[1] == reported.num_experts and len(layer_ids) == reported.num_layers,
+            f"it has {reported.num_experts} experts in {reported.num_layers} layers; "
+            f"expected {self.shape[1]} in {len(layer_ids)}",
+            InputError,
+        )
         if self.shape[0] == reported.num_layers:
             return reported
         row_of = dict(zip(layer_ids, reported.slot_experts, strict=True))

@@ -88,13 +88,15 @@ def replaced(path: Path, part: str | None = None) -> Iterator[BinaryIO]:
 def new_path(path: Path) -> Iterator[Path]:
     """Yield a path beside `path` for a file or a folder that is renamed to it at the end; an error leaves neither.
 
-    Raises ConfigError if `path` exists, or is created meanwhile: a rename would replace it.
+    Raises ConfigError if `path` exists, or is created meanwhile: a rename would replace it. A folder may replace an
+    empty one.
     """
     tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield tmp
-        check_new_file(path)
+        if not (tmp.is_dir() and path.is_dir() and not any(path.iterdir())):
+            check_new_file(path)
         tmp.rename(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -43,7 +42,7 @@ from coterie.traces.arrivals import (
 )
 from coterie.traces.requests import RequestTrace, check_new_folder, write_requests
 from coterie.traces.segments import request_ranges
-from coterie.traces.store import ArrayFileWriter, write_json
+from coterie.traces.store import ArrayFileWriter, new_path, write_json
 from coterie.types import DECODE, PREFILL, ModelSpec
 
 CHUNK_BYTES = 64 << 20
@@ -59,16 +58,6 @@ class SlowDrift:
 
     def __post_init__(self) -> None:
         check(self.half_life_s > 0, f"slow drift: half_life_s={self.half_life_s} must be above 0")
-
-
-@dataclass(frozen=True, slots=True)
-class AbruptDrift:
-    """All preferences change to new values at the times `at_s`, and are constant in between."""
-
-    at_s: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        check(list(self.at_s) == sorted(set(self.at_s)), f"abrupt drift: at_s={self.at_s} must rise")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +82,7 @@ class SyntheticSettings:
     """Dirichlet concentration of requests around their domain, one value or one per layer: inf makes them equal."""
     phase_correlation: float = 0.9
     """Correlation of a request's prefill and decode preferences, given its domain's; at 1 they are the same."""
-    drift: SlowDrift | AbruptDrift | None = None
+    drift: SlowDrift | None = None
     arrivals: ArrivalProcess = field(default_factory=PoissonArrivals)
     lengths: LengthModel = field(default_factory=LognormalLengths)
     preferences: NDArray[np.float64] | None = None
@@ -148,22 +137,21 @@ presets.add(
 presets.add("drifting", SyntheticSettings(zipf_exponent=1.0, specialisation=0.6, drift=SlowDrift(half_life_s=600.0)))
 
 
-def _num_epochs(drift: SlowDrift | AbruptDrift | None) -> int:
-    return 2 if isinstance(drift, SlowDrift) else 1 + len(drift.at_s if drift else ())
-
-
 @dataclass(frozen=True, slots=True)
 class Preferences:
     """True preferences behind a trace, of every domain at any time."""
 
     epochs: NDArray[np.float64]
-    """[epoch, domain, layer, expert] preferences, which sum to 1 over experts."""
-    drift: SlowDrift | AbruptDrift | None = None
+    """[epoch, domain, layer, expert] preferences, which sum to 1 over experts: the initial ones and, with a drift,
+    those that it moves to.
+    """
+    drift: SlowDrift | None = None
 
     def __post_init__(self) -> None:
+        count = 1 if self.drift is None else 2
         check(
-            self.epochs.ndim == 4 and len(self.epochs) == _num_epochs(self.drift),
-            f"epochs has shape {self.epochs.shape}; {self.drift} needs {_num_epochs(self.drift)} of them",
+            self.epochs.ndim == 4 and len(self.epochs) == count,
+            f"epochs has shape {self.epochs.shape}; {self.drift} needs {count} of them",
         )
 
     def blend(self, time_s: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
@@ -171,19 +159,17 @@ class Preferences:
 
         These are the epoch of origin, the target and the progress from the one (0) to the other (1), each [request].
         """
-        if isinstance(self.drift, SlowDrift):
-            first = np.zeros(len(time_s), np.int64)
-            return first, first + 1, 1.0 - 0.5 ** (time_s / self.drift.half_life_s)
-        changes = np.array(self.drift.at_s if self.drift else (), np.float64)
-        epoch = np.searchsorted(changes, time_s, side="right").astype(np.int64)
-        return epoch, epoch, np.zeros(len(time_s))
+        first = np.zeros(len(time_s), np.int64)
+        if self.drift is None:
+            return first, first, np.zeros(len(time_s))
+        return first, first + 1, 1.0 - 0.5 ** (time_s / self.drift.half_life_s)
 
 
 def draw_preferences(settings: SyntheticSettings, rng: Generator) -> Preferences:
     """Draw the domains' preferences and those they drift to. Pass them to `generate` to know its trace's preferences.
 
-    Later epochs permute the experts of every layer, in the same way for all domains. So drift changes which experts are
-    popular, but neither the skew nor the similarity of the domains.
+    Drift permutes the experts of every layer, in the same way for all domains. So it changes which experts are popular,
+    but neither the skew nor the similarity of the domains.
     """
     layers, experts = settings.num_layers, settings.num_experts
     first = settings.preferences
@@ -195,7 +181,7 @@ def draw_preferences(settings: SyntheticSettings, rng: Generator) -> Preferences
         first = (1 - settings.specialisation) * shared + settings.specialisation * own
     first = first / first.sum(axis=2, keepdims=True)
     epochs = [first]
-    for _ in range(1, _num_epochs(settings.drift)):
+    if settings.drift is not None:
         roles = rng.permuted(np.tile(np.arange(experts), (layers, 1)), axis=1)  # [layer, expert]
         epochs.append(np.take_along_axis(first, roles[None], axis=2))
     return Preferences(np.stack(epochs), settings.drift)
@@ -242,10 +228,7 @@ def generate_to(
     work = _draw_workload(settings, rng, requests, tokens, preferences, source)
     _require_space(Path(path), work.num_tokens * token_bytes)
     folder = check_new_folder(path)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # Write next to the final path, then rename: an interruption leaves nothing, and only one of two writers succeeds.
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
-        part = Path(temporary) / "trace"
+    with new_path(folder) as part:
         part.mkdir()
         write_requests(part / "requests.parquet", work.requests)
         done, chunk_tokens = 0, max(1, CHUNK_BYTES // token_bytes)
@@ -264,10 +247,6 @@ def generate_to(
                 [{"activations": "activations.safetensors", "requests": "requests.parquet", "num_tokens": done}]
             ),
         )
-        try:
-            part.rename(folder)  # replaces an empty folder; fails for any other
-        except OSError:
-            raise ConfigError(f"{folder} was written by another program meanwhile; choose another folder") from None
     return ActivationTrace.open(folder)
 
 

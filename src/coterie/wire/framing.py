@@ -55,14 +55,12 @@ class Gaps:
     """
 
     lost: int = 0
-    restarts: int = 0
     _next: int | None = None
 
     def see(self, seq: int) -> int:
         """Record a received sequence number; returns the number of messages lost just before it."""
         expected = seq if self._next is None else self._next
         if seq < expected:
-            self.restarts += 1
             expected = 0
         self._next = seq + 1
         self.lost += seq - expected

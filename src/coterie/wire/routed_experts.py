@@ -13,7 +13,8 @@ from __future__ import annotations
 import base64
 import io
 import math
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,13 +94,81 @@ def decode_sglang_rows(payload: str, spec: ModelSpec, rows: int, dtype: str | No
     raise InputError(problem)
 
 
-def listed_tokens(prompt: Any, output: Any, rows: int) -> NDArray[np.int64] | None:
+# Answers of SGLang with routed experts:
+#
+#     /generate              {"output_ids": […], "prompt_token_ids": […],
+#                             "meta_info": {"routed_experts": BASE64, "prompt_tokens": …, "completion_tokens": …}}
+#     OpenAI's endpoints     {"choices": [{"token_ids": […], "prompt_token_ids": […], …}], "usage": {…},
+#                             "sglext": {"routed_experts": BASE64}}       also "sgl_ext", and inside the choice
+#
+# The bytes carry no shape, so the model's is used. Token ids are present if the SGLang version can return them.
+
+
+class NotReturnedError(InputError):
+    """The answer is valid but has no routed experts; neither will this server's other answers."""
+
+
+class RoutedAnswer(NamedTuple):
+    """One generated sequence."""
+
+    expert_ids: NDArray[np.integer]
+    """[token, layer, k] expert ids, in all layers that the engine sends; the last generated token has no row."""
+    prompt_tokens: int
+    output_tokens: int
+    token_ids: NDArray[np.int32] | None
+    """[token] token id of every row; None if the engine does not list them."""
+    id: str | None = None
+    """Name that the engine gave the request."""
+
+
+def parse_sglang_answer(body: Mapping[str, Any], spec: ModelSpec | None) -> RoutedAnswer:
+    """Parse one answer of a model; any malformed answer raises InputError."""
+    places = list(_places(body))
+    payload = _first(places, "routed_experts", str)
+    prompt, output = (_first(places, name, int) for name in ("prompt_tokens", "completion_tokens"))
+    if prompt is None or output is None or prompt < 1 or output < 1:
+        raise InputError(f"says prompt_tokens={prompt}, completion_tokens={output}: both must be at least 1")
+    if payload is None:
+        raise NotReturnedError("carries no routed_experts: the engine returns them only when started and asked to")
+    if spec is None:
+        raise InputError("carries routed_experts without a shape, as SGLang sends them: name a known model")
+    try:
+        ids = decode_sglang_rows(payload, spec, prompt + output - 1, _first(places, "routed_experts_dtype", str))
+    except InputError as error:
+        raise InputError(f"routed_experts {error}; the last generated token has no row") from None
+    before, after = _first(places, "prompt_token_ids", list), _first(places, "output_ids", list)
+    after = after or _first(places, "token_ids", list)
+    listed = len(before or ()) == prompt and len(after or ()) == output
+    tokens = listed_tokens(before, after, len(ids)) if listed else None
+    return RoutedAnswer(ids, prompt, output, tokens, _first(places, "id", str))
+
+
+def _places(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the objects that may hold the fields, the most specific first."""
+    choices = body.get("choices")
+    if isinstance(choices, list) and len(choices) > 1:
+        raise InputError(f"has {len(choices)} choices, expected one")
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    for holder in (choice, body):
+        if isinstance(holder, dict):
+            for name in ("meta_info", "sglext", "sgl_ext", "usage"):
+                if isinstance(holder.get(name), dict):
+                    yield holder[name]
+            yield holder
+
+
+def _first(places: list[Mapping[str, Any]], name: str, kind: type) -> Any:
+    """Return the first value of exactly this type: a bool is not accepted as an int."""
+    return next((place[name] for place in places if type(place.get(name)) is kind), None)
+
+
+def listed_tokens(prompt: Any, output: Any, rows: int) -> NDArray[np.int32] | None:
     """Return the token id of every row, [token]; None if the answer does not list valid token ids."""
     if not isinstance(prompt, list) or not isinstance(output, list):
         return None
     listed = [*prompt, *output][:rows]
     valid = len(listed) == rows and all(type(token) is int and 0 <= token < 2**31 for token in listed)
-    return np.array(listed, np.int64) if valid else None
+    return np.array(listed, np.int32) if valid else None
 
 
 def routed_layers(expert_ids: NDArray[np.integer]) -> NDArray[np.int64]:

@@ -17,9 +17,10 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie.engines.sglang.recording import NotReturnedError, parse_answer
+from coterie.engines.sglang.recording import parse_answer
 from coterie.errors import ConfigError, InputError, UnavailableError, UnknownNameError
 from coterie.traces import ActivationTrace
+from coterie.wire.routed_experts import NotReturnedError
 from routed_experts_payloads import encode_sglang
 from sglang_peer import SPEC, Peer, Running, routing, with_dense_layers
 from sglang_recordings import PROMPTS, check, record

@@ -21,7 +21,6 @@ def test_outputs_stay_through_200_switches_with_failures() -> None:
         assert found.free == STAGING, "all staging is free again"
         assert found.reasons == ranks[0].reasons, "rolled back on all ranks, for the same reason"
         assert found.stall_s > 0
-        assert found.copy_s > 0
     reasons = " ".join(ranks[0].reasons)
     for told in ("has no staging: injected", "could not send expert", "arrived damaged"):
         assert told in reasons

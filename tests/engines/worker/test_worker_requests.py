@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from coterie.engines.worker import server
 from coterie.engines.worker.config import WorkerConfig
 from coterie.engines.worker.metrics import METRICS, PREFIX, WorkerMetrics
-from coterie.engines.worker.protocol import Remote, RequestError, check_max_tokens, error_body, parse_body, parse_json
+from coterie.engines.worker.protocol import Remote, RequestError, check_max_tokens, parse_body, parse_json
 from coterie.engines.worker.requests import MAX_HELD, Output, SamplingSettings, Text, WorkerRequest, draw_token
 from coterie.errors import ConfigError, UnavailableError
 from coterie.net.access import Address
@@ -199,7 +199,7 @@ def test_any_bytes_are_an_object_or_refused(data: bytes) -> None:
 
 
 def test_errors_can_always_be_sent() -> None:
-    body = error_body("half \ud800 a\n\n pair")
+    body = json.loads(RequestError("half \ud800 a\n\n pair").body())
     assert body["error"]["message"].encode() == b"half \\ud800 a pair"
 
 

@@ -177,7 +177,7 @@ def data_parallel(group: Group, case: Case, deduplicate: bool) -> Found:
     counts = tokens_per_rank(case, group.size, rng)
     homes = np.repeat(np.arange(group.size), counts)
     own = torch.from_numpy(homes == group.rank)
-    group.bytes.sent.clear()
+    group.sent_bytes.clear()
     equal, error, scale, predicted = True, 0.0, 0.0, 0
     for layer in range(LAYERS):
         hidden = hidden_rows(len(homes), case.numbers, rng)
@@ -188,7 +188,7 @@ def data_parallel(group: Group, case: Case, deduplicate: bool) -> Found:
         error, scale = max(error, largest(got - reference)), max(scale, largest(reference))
         rows = predicted_rows(experts.numpy(), homes, placement, layer, deduplicate)
         predicted += 2 * rows * HIDDEN * hidden.element_size()
-    return Found(case.name, deduplicate, case.numbers, equal, error, scale, dict(group.bytes.sent), predicted)
+    return Found(case.name, deduplicate, case.numbers, equal, error, scale, dict(group.sent_bytes), predicted)
 
 
 def largest(values: Any) -> float:
@@ -230,7 +230,7 @@ def tensor_parallel(group: Group, case: Case, deduplicate: bool) -> Found:
     layers = make_layers(group, placement, case.numbers, deduplicate)
     norm, route = norm_of(case.numbers), route_of(case.numbers)
     stream = own = hidden_rows(tokens, case.numbers, rng)
-    group.bytes.sent.clear()
+    group.sent_bytes.clear()
     equal, error, scale, predicted, blocks = True, 0.0, 0.0, 0, 0
     for layer in range(LAYERS):
         partials = [hidden_rows(tokens, case.numbers, rng) for _ in range(world)]
@@ -256,7 +256,7 @@ def tensor_parallel(group: Group, case: Case, deduplicate: bool) -> Found:
         error, scale = max(error, largest(own - stream)), max(scale, largest(stream))
         if case.numbers == "exact":
             own = stream = norm(stream)  # whole numbers stay small
-    return Found(case.name, deduplicate, case.numbers, equal, error, scale, dict(group.bytes.sent), predicted, blocks)
+    return Found(case.name, deduplicate, case.numbers, equal, error, scale, dict(group.sent_bytes), predicted, blocks)
 
 
 def reduce_scatter_bits(group: Group) -> bool:

@@ -63,7 +63,6 @@ class Migrated(NamedTuple):
     """By the schedules, all ranks; switches that were rolled back included."""
     sent_bytes: int
     stall_s: float
-    copy_s: float
     free: int
 
 
@@ -79,7 +78,7 @@ def migrate(member: RankMember, wanted: int) -> Migrated:
     limits = MigrationLimits(weights.expert_bytes, STAGING * weights.expert_bytes)
     batches = [batch(layer, group.rank, rng) for layer in range(LAYERS) for _ in range(4)]
     switches = steps = wrong = number = sent = 0
-    stall = copy = moved = 0.0
+    stall = moved = 0.0
     reasons: list[str] = []
     while switches < wanted:
         schedule = schedule_moves(placement, placement_of(REPLICATED, group.size, rng), Topology(group.size), limits)
@@ -94,7 +93,7 @@ def migrate(member: RankMember, wanted: int) -> Migrated:
         placement, report = migration.placement, migration.report()
         switches += report.switches
         reasons += [back.reason for back in report.rolled_back]
-        sent, stall, copy = sent + report.sent_bytes, stall + report.stall_s, copy + report.copy_s
+        sent, stall = sent + report.sent_bytes, stall + report.stall_s
         moved += schedule.moved_bytes
     found = Migrated(
         switches,
@@ -106,7 +105,6 @@ def migrate(member: RankMember, wanted: int) -> Migrated:
         moved,
         sent,
         stall,
-        copy,
         len(weights.free),
     )
     mover.close()

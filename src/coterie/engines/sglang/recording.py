@@ -23,7 +23,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -32,8 +32,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.engines.recording import FLUSH_S, Sending, check_listening
-from coterie.engines.torch_files import read_sglang_recorder
-from coterie.errors import ConfigError, InputError, TraceError, UnavailableError, UnknownNameError, check
+from coterie.engines.torch_files import read_rank_dumps, read_sglang_recorder
+from coterie.errors import ConfigError, InputError, UnavailableError, UnknownNameError, check
 from coterie.models import get_model, model_from_config
 from coterie.net.http_client import Client, HttpResult, Tally, completion_body, completion_path, server_url
 from coterie.prompts import Prompt
@@ -46,9 +46,10 @@ from coterie.traces import (
     TraceMeta,
     check_new_folder,
 )
+from coterie.traces.activations import concat_requests
 from coterie.traces.readers.base import ReadOptions
 from coterie.types import DECODE, PREFILL, ModelSpec
-from coterie.wire.routed_experts import decode_sglang_rows, listed_tokens
+from coterie.wire.routed_experts import NotReturnedError, RoutedAnswer, parse_sglang_answer
 
 Mode = Literal["routed", "recorder"]
 
@@ -309,71 +310,14 @@ async def _meanwhile(client: Client, info: Mapping[str, Any], sending: Sending, 
     check(tally.done, f"{client.url}: nothing was recorded: {tally.summary}", UnavailableError)
 
 
-# Answers of SGLang with routed experts, parsed to rows of a trace.
-#
-#     /generate              {"output_ids": […], "prompt_token_ids": […],
-#                             "meta_info": {"routed_experts": BASE64, "prompt_tokens": …, "completion_tokens": …}}
-#     OpenAI's endpoints     {"choices": [{"token_ids": […], "prompt_token_ids": […], …}], "usage": {…},
-#                             "sglext": {"routed_experts": BASE64}}       also "sgl_ext", and inside the choice
-#
-# The bytes carry no shape, so the model's is used. Token ids are present if the SGLang version can return them.
-
-
-class NotReturnedError(InputError):
-    """The answer is valid but has no routed experts; neither will this server's other answers."""
-
-
-class RoutedAnswer(NamedTuple):
-    """One generated sequence."""
-
-    expert_ids: NDArray[np.integer]
-    """[token, MoE layer, k] expert ids; the last generated token has no row."""
-    prompt_tokens: int
-    output_tokens: int
-    token_ids: NDArray[np.int32] | None
-    """[token] token id of every row; None if the server does not list them."""
-
-
 def parse_answer(body: Mapping[str, Any], spec: ModelSpec) -> RoutedAnswer:
-    """Parse one answer; any malformed answer raises InputError."""
-    places = list(_places(body))
-    payload = _first(places, "routed_experts", str)
-    prompt, output = (_first(places, name, int) for name in ("prompt_tokens", "completion_tokens"))
-    if prompt is None or output is None or prompt < 1 or output < 1:
-        raise InputError(f"says prompt_tokens={prompt}, completion_tokens={output}: both must be at least 1")
-    if payload is None:
-        raise NotReturnedError("carries no routed_experts")
-    try:
-        ids = decode_sglang_rows(payload, spec, prompt + output - 1, _first(places, "routed_experts_dtype", str))
-    except InputError as error:
-        raise InputError(f"routed_experts {error}") from None
+    """Parse one answer, with the expert ids of the MoE layers only; any malformed answer raises InputError."""
+    answer = parse_sglang_answer(body, spec)
+    ids = answer.expert_ids
     if ids.shape[1] == spec.num_layers:
         ids = ids[:, list(spec.moe_layer_ids)]
     _check_rows(ids, spec)
-    before, after = _first(places, "prompt_token_ids", list), _first(places, "output_ids", list)
-    after = after or _first(places, "token_ids", list)
-    listed = len(before or ()) == prompt and len(after or ()) == output
-    tokens = listed_tokens(before, after, len(ids)) if listed else None
-    return RoutedAnswer(ids, prompt, output, None if tokens is None else tokens.astype(np.int32))
-
-
-def _places(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the objects that may hold the fields, the most specific first."""
-    choices = body.get("choices")
-    if isinstance(choices, list) and len(choices) > 1:
-        raise InputError(f"has {len(choices)} choices, expected one")
-    choice = choices[0] if isinstance(choices, list) and choices else None
-    for holder in (choice, body):
-        if isinstance(holder, dict):
-            for name in ("meta_info", "sglext", "sgl_ext", "usage"):
-                if isinstance(holder.get(name), dict):
-                    yield holder[name]
-            yield holder
-
-
-def _first(places: list[Mapping[str, Any]], name: str, kind: type) -> Any:
-    """Return the first value of exactly this type: a bool is not accepted as an int."""
-    return next((place[name] for place in places if type(place.get(name)) is kind), None)
+    return answer._replace(expert_ids=ids)
 
 
 def _check_rows(ids: NDArray[np.integer], spec: ModelSpec) -> None:
@@ -420,44 +364,18 @@ def read_dumps(files: Sequence[Path], options: ReadOptions, shared_by: int) -> A
     """Read the new files of one dump; `shared_by` is :func:`ranks_sharing_tokens`."""
     ranks = {path: int(rank[1]) for path in files if (rank := re.search(r"_(\d{1,6})\.pt$", path.name))}
     if len(files) == 1 or len(ranks) < len(files):
-        return _known(read_sglang_recorder(files[-1], options), files[-1])
-    first = _known(read_sglang_recorder(min(files, key=ranks.__getitem__), options), files[0])
+        return read_sglang_recorder(files[-1], options)
+    first = read_sglang_recorder(min(files, key=ranks.__getitem__), options)
     if isinstance(first, LoadTable):
-        with (
-            tempfile.TemporaryDirectory() as name
-        ):  # links to only these dumps: the server's folder may hold older ones
-            for path in files:
-                (Path(name) / path.name).symlink_to(path.resolve())
-            return _known(read_sglang_recorder(Path(name), options), Path(name))
+        return read_rank_dumps(files[0].parent, sorted(files), options)
     if not shared_by:
         return first
     chosen = sorted((path for path in files if ranks[path] % shared_by == 0), key=ranks.__getitem__)
-    return _joined([_known(read_sglang_recorder(path, options), path) for path in chosen])
-
-
-def _known(trace: Any, path: Path) -> ActivationTrace | LoadTable:
-    if not isinstance(trace, ActivationTrace | LoadTable):
-        raise TraceError(path, "dump", f"holds a {type(trace).__name__}, expected experts")
-    return trace
+    return _joined([read_sglang_recorder(path, options) for path in chosen])
 
 
 def _joined(traces: Sequence[ActivationTrace | LoadTable]) -> ActivationTrace:
     """Concatenate the traces of several ranks, rank by rank."""
     held = [trace for trace in traces if isinstance(trace, ActivationTrace)]
-    parts, tables = [trace.arrays()[0] for trace in held], [trace.requests for trace in held]
-    lengths = np.concatenate([trace.lengths for trace in held])
-    token_ids = [tokens.token_ids for tokens in parts if tokens.token_ids is not None]
-    missing = [count for table in tables for count in table.extra.get("missing_tokens", [0] * len(table))]
-    requests = RequestTrace(
-        np.concatenate([table.prompt_tokens for table in tables]),
-        np.concatenate([table.output_tokens for table in tables]),
-        extra={"missing_tokens": missing},
-    )
-    return ActivationTrace.from_arrays(
-        held[0].meta,
-        np.concatenate([tokens.expert_ids for tokens in parts]),
-        np.concatenate([[0], np.cumsum(lengths)]),
-        requests,
-        np.concatenate([tokens.phase for tokens in parts]),
-        np.concatenate(token_ids) if len(token_ids) == len(parts) else None,
-    )
+    segments = [segment for trace in held for segment in trace.segments]
+    return ActivationTrace(held[0].meta, segments, concat_requests([trace.requests for trace in held]))

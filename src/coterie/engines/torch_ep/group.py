@@ -1,6 +1,6 @@
 """Collectives of a group of ranks that count bytes and share failures, which torch.distributed does not.
 
-**Bytes.** Each collective adds the bytes that left this rank for another one to :class:`ByteCounters`, under the name
+**Bytes.** Each collective adds the bytes that left this rank for another one to `Group.sent_bytes`, under the name
 of their content. Bytes that stay on the rank are not counted.
 
 **Failures.** A rank that raises, times out or loses a peer writes the cause into the group's store. Every rank watches
@@ -12,7 +12,7 @@ a failure the group is unusable, and its process should end.
 The reduce-scatter on gloo is an all-to-all and a sum in the order of ranks. gloo's own reduce-scatter is an all-reduce
 internally and sends twice as much; and the fixed order of the sum makes results independent of the shuffle.
 
-On NCCL, torch's own collectives and watchdog are used; that path is untested, only gloo was run.
+All tensors are on the CPU.
 """
 
 from __future__ import annotations
@@ -37,17 +37,10 @@ CLOSED = "closed"
 """Value of a rank's own failure key that ends its watch thread; other ranks do not read it."""
 
 
-class ByteCounters:
-    """Bytes sent from this rank to others, by content."""
-
-    def __init__(self) -> None:
-        self.sent: Counter[str] = Counter()
-
-
 class Group:
     """The ranks of the default process group, which must be initialised. All ranks create it at the same time."""
 
-    def __init__(self, device: Any = None, timeout_s: float = 300.0) -> None:
+    def __init__(self, timeout_s: float = 300.0) -> None:
         check(
             dist is not None and dist.is_initialized(),
             "an expert-parallel group needs torch.distributed: call init_process_group() first",
@@ -55,9 +48,9 @@ class Group:
         )
         self.rank: int = dist.get_rank()
         self.size: int = dist.get_world_size()
-        self.device = torch.device("cpu") if device is None else device
         self.timeout_s = timeout_s
-        self.bytes = ByteCounters()
+        self.sent_bytes: Counter[str] = Counter()
+        """Bytes sent from this rank to others, by content."""
         self._failure: str | None = None
         self._waiting: threading.Event | None = None
         self._store = dist.distributed_c10d._get_default_store()
@@ -75,7 +68,7 @@ class Group:
         """Send the rows of `sent` [row, ...], grouped by receiver; return the received rows, grouped by sender."""
         received = sent.new_empty((sum(receive_counts), *sent.shape[1:]))
         row_bytes = sent.element_size() * (sent[0].numel() if len(sent) else 0)
-        self.bytes.sent[what] += row_bytes * (sum(send_counts) - send_counts[self.rank])
+        self.sent_bytes[what] += row_bytes * (sum(send_counts) - send_counts[self.rank])
         # Send bytes, since gloo does not support every dtype.
         into, given = _as_bytes(received), _as_bytes(sent)
         self._run(
@@ -85,24 +78,19 @@ class Group:
 
     def exchange_counts(self, counts: Sequence[int]) -> list[int]:
         """Exchange row counts: from the rows to send to each rank, return the rows to receive from each rank."""
-        sent = torch.tensor(counts, dtype=torch.int64, device=self.device)
+        sent = torch.tensor(counts, dtype=torch.int64)
         ones = [1] * self.size
         return [int(count) for count in self.all_to_all(sent, ones, ones, "counts").tolist()]
 
     def reduce_scatter(self, blocks: Any, what: str) -> Any:
         """Sum `blocks` [rank, place, ...] over all ranks and return this rank's block, [place, ...]."""
-        if self.device.type == "cuda":
-            out = torch.empty_like(blocks[0])
-            self.bytes.sent[what] += (self.size - 1) * blocks[0].numel() * blocks.element_size()
-            self._run(what, lambda: torch_reduce_scatter(out, blocks.flatten(0, 1), async_op=True))
-            return out
         ones = [1] * self.size
         return functools.reduce(torch.add, self.all_to_all(blocks, ones, ones, what))  # in the order of ranks
 
     def all_gather(self, block: Any, what: str) -> Any:
         """Return the block of every rank, [rank, ...]; all blocks have the same shape."""
         gathered = block.new_empty((self.size, *block.shape))
-        self.bytes.sent[what] += (self.size - 1) * block.numel() * block.element_size()
+        self.sent_bytes[what] += (self.size - 1) * block.numel() * block.element_size()
         own, parts = _as_bytes(block.contiguous().unsqueeze(0)), list(_as_bytes(gathered).split(1))
         self._run(what, lambda: dist.all_gather(parts, own, async_op=True))
         return gathered
@@ -145,9 +133,6 @@ class Group:
             work = start()
         except RuntimeError as error:
             raise self._lost(what, error) from error
-        if self.device.type == "cuda":
-            work.wait()  # orders streams and returns; torch's watchdog ends operations that hang
-            return
         ended = threading.Event()
         self._waiting = ended
         self.check()  # a failure announced before `_waiting` was set woke nothing
@@ -183,15 +168,6 @@ class Group:
         self._failure = cause
         if (waiting := self._waiting) is not None:
             waiting.set()
-        if self.device.type == "cuda":  # the host may wait for a collective's kernel that will not end
-            with contextlib.suppress(RuntimeError):
-                dist.distributed_c10d._get_default_group().abort()
-
-
-def torch_reduce_scatter(out: Any, given: Any, async_op: bool = False) -> Any:
-    """Call torch's reduce-scatter, under the name that this version of torch has for it."""
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return scatter(out, given, async_op=async_op)
 
 
 def _first_sentence(error: RuntimeError) -> str:

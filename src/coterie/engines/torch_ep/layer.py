@@ -46,7 +46,7 @@ from coterie.dispatch.shuffle import ShuffleSchedule
 from coterie.dispatch.slots import SlotTable, choose_slots
 from coterie.engines.optional import torch
 from coterie.engines.torch_ep.group import Group
-from coterie.errors import ConfigError, check, check_one_of
+from coterie.errors import check, check_one_of
 from coterie.types import Placement
 
 Activation = Literal["silu", "relu"]
@@ -73,7 +73,7 @@ class SlotWeights:
         )
         per_rank, layers = placement.slots_per_rank, placement.num_layers
         count = layers * per_rank + staging
-        self.block = torch.empty((count, 3 * self.inner * self.hidden), dtype=up.dtype, device=up.device)
+        self.block = torch.empty((count, 3 * self.inner * self.hidden), dtype=up.dtype)
         self.rows: Rows = tuple(tuple(range(layer * per_rank, (layer + 1) * per_rank)) for layer in range(layers))
         self.free = list(range(layers * per_rank, count))
         for layer in range(layers):
@@ -149,7 +149,7 @@ class TorchExchange:
         """Send `hidden` [token, hidden] to the ranks of `slots` [token, k], slot indices of the whole group."""
         to = slots // self.slots_per_rank  # [token, k] rank
         if self.deduplicate:
-            needs = torch.zeros((len(slots), self.group.size), dtype=torch.bool, device=slots.device)
+            needs = torch.zeros((len(slots), self.group.size), dtype=torch.bool)
             needs.scatter_(1, to, True)
             ranks, tokens = needs.T.nonzero(as_tuple=True)
             places = None
@@ -229,13 +229,13 @@ class ExpertParallelLayers:
         """
         step = self.map
         with self.group.guard(f"layer {layer}"):
-            if experts.shape != weights.shape or len(experts) != len(hidden):
-                raise ConfigError(
-                    f"experts has shape {tuple(experts.shape)}, weights {tuple(weights.shape)}; "
-                    f"both must be [{len(hidden)} tokens, k]"
-                )
-            chosen = choose_slots(experts.cpu().numpy(), self.group.rank, step.tables[layer])
-            slots = torch.from_numpy(chosen).to(hidden.device)
+            check(
+                experts.shape == weights.shape and len(experts) == len(hidden),
+                f"experts has shape {tuple(experts.shape)}, weights {tuple(weights.shape)}; "
+                f"both must be [{len(hidden)} tokens, k]",
+            )
+            chosen = choose_slots(experts.numpy(), self.group.rank, step.tables[layer])
+            slots = torch.from_numpy(chosen)
             received = self.exchange.dispatch(hidden, slots, weights.to(hidden.dtype))
             return self.exchange.combine(self._compute(received, step.rows[layer]), received.ticket)
 
@@ -268,7 +268,7 @@ class RouterAnswer(NamedTuple):
 
 def shuffle_rows(rows: Any, schedule: ShuffleSchedule) -> Any:
     """Return the rows in the schedule's order, [rank x per_rank, ...]; padding repeats row 0 and is never read."""
-    order = torch.from_numpy(schedule.order).to(rows.device)
+    order = torch.from_numpy(schedule.order)
     return rows.index_select(0, order.clamp(min=0)) if len(order) else rows[:0]
 
 
@@ -288,7 +288,7 @@ def deferred_gather(group: Group, own: Any, schedule: ShuffleSchedule) -> Any:
     block = own.new_zeros((schedule.per_rank, *own.shape[1:]))
     block[: len(own)] = own
     gathered = group.all_gather(block, GATHER).flatten(0, 1)
-    return gathered.index_select(0, torch.from_numpy(schedule.inverse).to(own.device))
+    return gathered.index_select(0, torch.from_numpy(schedule.inverse))
 
 
 def shuffled_experts(
@@ -314,7 +314,7 @@ def shuffled_experts(
             f"the schedule has {schedule.num_ranks} ranks; the group has {group.size}",
         )
         own = shuffled_reduce_scatter(group, partial, schedule, already_shuffled=already_shuffled)
-        stream = own + residual[torch.from_numpy(schedule.tokens_of(group.rank)).to(own.device)]
+        stream = own + residual[torch.from_numpy(schedule.tokens_of(group.rank))]
         normed = norm(stream)
         routed = route(normed)
         stream = stream + layers.forward(layer, normed, routed.experts, routed.weights)

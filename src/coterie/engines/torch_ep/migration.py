@@ -17,8 +17,6 @@ with those of the layers. Both ends may fail, and each must learn of the other's
 
 A rank copies in the order of transfers, so that the first unfinished transfer can always proceed. A cancelled copy runs
 to its end: gloo cannot abort one.
-
-On a GPU, weights go through host memory with gloo: correct but slower than NCCL would be; not tested.
 """
 
 from __future__ import annotations
@@ -84,8 +82,6 @@ class Mover:
 
     def __init__(self, group: Group, weights: SlotWeights) -> None:
         self.group, self.weights = group, weights
-        self.busy_s = 0.0
-        """Seconds spent copying."""
         self._ended: queue.SimpleQueue[Ended] = queue.SimpleQueue()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._messages = dist.new_group(backend="gloo")
@@ -119,24 +115,22 @@ class Mover:
         return self.weights.free.pop()
 
     def read(self, transfer: Transfer, row: int) -> Any:  # noqa: ARG002
-        """Return the weights to send, in host memory."""
-        return self.weights.block[row].cpu()
+        """Return the weights to send."""
+        return self.weights.block[row]
 
     def send(self, weights: Any, to: int) -> None:
         dist.send(weights, to, group=self._messages, tag=WEIGHTS)
-        self.group.bytes.sent[MIGRATION] += weights.numel() * weights.element_size()
+        self.group.sent_bytes[MIGRATION] += weights.numel() * weights.element_size()
 
     # ---------------------------------------------------------------------------------------------------- the thread
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            start = time.perf_counter()
             error = None
             try:
                 self._copy(job)
             except Exception as caught:  # any error rolls the layer back; a lost peer also ends the group
                 error = " ".join(str(caught).split()) or type(caught).__name__
-            self.busy_s += time.perf_counter() - start
             if job.to == self.group.rank:
                 self._ended.put(Ended(job.transfer.id, error))
 
@@ -154,20 +148,16 @@ class Mover:
     def _receive(self, job: _Job) -> None:
         source = job.transfer.source
         self._send_numbers(READY, source, job.into_row is not None)
-        if job.into_row is None:
-            raise UnavailableError(job.error)
+        check(job.into_row is not None, job.error, UnavailableError)
         sends, checksum = self._receive_numbers(HEADER, source, 2)
         check(sends, f"rank {source} could not send expert {job.transfer.expert}", UnavailableError)
         row = self.weights.block[job.into_row]
-        arriving = row if row.device.type == "cpu" else torch.empty_like(row, device="cpu")
-        dist.recv(arriving, source, group=self._messages, tag=WEIGHTS)
+        dist.recv(row, source, group=self._messages, tag=WEIGHTS)
         check(
-            _checksum(arriving) == checksum,
+            _checksum(row) == checksum,
             f"expert {job.transfer.expert} arrived damaged from rank {source}",
             UnavailableError,
         )
-        if arriving is not row:
-            row.copy_(arriving)
 
     def _send(self, job: _Job) -> None:
         if not self._receive_numbers(READY, job.to, 1)[0]:
@@ -211,8 +201,6 @@ class MigrationReport(NamedTuple):
     """Bytes of weights that this rank sent."""
     stall_s: float
     """Seconds that the migration took between steps, which delay the steps."""
-    copy_s: float
-    """Seconds of copying in the background."""
 
 
 class LiveMigration:
@@ -234,7 +222,7 @@ class LiveMigration:
         self._staged: dict[int, int | None] = {}  # transfer → staging row of this rank
         self._old: dict[int, list[int]] = {}  # switch → rows of this rank that the switch replaced
         self._steps, self._stall_s = 0, 0.0
-        self._sent_before, self._busy_before = layers.group.bytes.sent[MIGRATION], mover.busy_s
+        self._sent_before = layers.group.sent_bytes[MIGRATION]
         self._carry_out(self._migrator.start())
 
     @property
@@ -277,9 +265,8 @@ class LiveMigration:
             rolled_back=state.rolled_back,
             stopped=state.stopped,
             steps=self._steps,
-            sent_bytes=self._layers.group.bytes.sent[MIGRATION] - self._sent_before,
+            sent_bytes=self._layers.group.sent_bytes[MIGRATION] - self._sent_before,
             stall_s=self._stall_s,
-            copy_s=self._mover.busy_s - self._busy_before,
         )
 
     # ---------------------------------------------------------------------------------------------------------- events
@@ -287,10 +274,10 @@ class LiveMigration:
     def _news(self) -> list[Event]:
         """Return the copies that have ended on any rank, the same on every rank and in the same order."""
         limit = self._schedule.staging_experts
-        mine = torch.zeros((limit, 2 + REASON_WORDS), dtype=torch.int64, device=self._layers.group.device)
+        mine = torch.zeros((limit, 2 + REASON_WORDS), dtype=torch.int64)
         for place, ended in enumerate(self._mover.ended(limit)):
             mine[place] = torch.from_numpy(_encode(ended))
-        gathered = self._layers.group.all_gather(mine, REPORTS).cpu().numpy()
+        gathered = self._layers.group.all_gather(mine, REPORTS).numpy()
         news = [_decode(words) for rank in gathered for words in rank if words[0]]
         return [TransferDone(e.id) if e.error is None else TransferFailed(e.id, e.error) for e in news]
 

@@ -107,10 +107,11 @@ class ExpertCapture:
                 f"{rows[0]}: the pass failed half way, or a fused kernel goes around the experts of one of them"
             )
         expert_ids = _stack(ids)
-        if expert_ids.shape[2] != self.top_k:
-            raise UnavailableError(
-                f"the layers chose {expert_ids.shape[2]} experts a token; the model says {self.top_k}"
-            )
+        check(
+            expert_ids.shape[2] == self.top_k,
+            f"the layers chose {expert_ids.shape[2]} experts a token; the model says {self.top_k}",
+            UnavailableError,
+        )
         return CapturedStep(expert_ids, _stack(weights) if self.gate_weights else None)
 
 

@@ -124,8 +124,7 @@ def _device(torch: Any, device: str) -> Any:
 
 def _nf4(library: Any, torch: Any) -> Any:
     missing = [name for name in ("bitsandbytes", "accelerate") if find_spec(name) is None]
-    if missing:
-        raise UnavailableError(f"dtype='nf4' needs {missing[0]}: pip install bitsandbytes accelerate")
+    check(not missing, f"dtype='nf4' needs {', '.join(missing)}: pip install bitsandbytes accelerate", UnavailableError)
     return library.BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-from coterie.errors import ConfigError, check, check_at_least, check_not_negative, check_one_of, check_positive
+from coterie.errors import check, check_at_least, check_not_negative, check_one_of, check_positive
 from coterie.net.access import KEY_VARIABLE, SECRET_VARIABLE, check_secret, is_loopback, parse_address
 
 Role = Literal["prefill", "decode", "both"]
@@ -137,8 +137,10 @@ class WorkerConfig:
             "all workers of the fleet, or use host 127.0.0.1",
         )
         far = [peer for peer in self.peers if not is_loopback(parse_address(peer, "peer").host)]
-        if far and self.fleet_secret is None:
-            raise ConfigError(f"peer {far[0]!r} is another machine: set {SECRET_VARIABLE}, the same there and here")
+        check(
+            not far or self.fleet_secret is not None,
+            f"peers {', '.join(far)} are other machines: set {SECRET_VARIABLE}, the same there and here",
+        )
 
     @property
     def advertised(self) -> str:

@@ -37,6 +37,7 @@ from coterie.engines.worker.transfer import (
     prompt_digest,
     torch_codec,
 )
+from coterie.errors import check
 from coterie.footprints import StepLog, block_positions, footprint
 from coterie.wire.footprints import WireFootprint, attach_footprint
 
@@ -158,8 +159,11 @@ class Engine:
         staged = self._staged.get(key)
         if staged is None:
             return None
-        if not self.grants.valid(grant, key, staged.digest):
-            raise GrantError(f"the grant is not for the KV of request {key!r}, or it has expired")
+        check(
+            self.grants.valid(grant, key, staged.digest),
+            f"the grant is not for the KV of request {key!r}, or it has expired",
+            GrantError,
+        )
         data = self.export(key)
         self.release(key, "fetched")
         return data

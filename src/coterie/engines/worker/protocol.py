@@ -12,13 +12,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from coterie.engines.worker.config import Role
 from coterie.engines.worker.requests import Output, SamplingSettings
 from coterie.engines.worker.transfer import GRANT_FIELD
-from coterie.errors import CoterieError
 from coterie.net.access import Address
+from coterie.net.http1 import HttpError
 
 DEFAULT_MAX_TOKENS = 16
 """Default max_tokens of a completion, as in OpenAI's API; a chat answer may fill the remaining context."""
@@ -59,12 +59,11 @@ _KEY = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _HOST = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,255}")
 
 
-class RequestError(CoterieError):
-    """A request that cannot be served; it is answered with an OpenAI error body."""
+class RequestError(HttpError):
+    """A request that cannot be served."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
-        super().__init__(message)
-        self.param, self.status, self.code = param, status, code
+        super().__init__(status, message, code, param, [(b"retry-after", b"1")] if status == 429 else [])
 
 
 def check_request(
@@ -110,18 +109,20 @@ def parse_json(data: bytes) -> dict[str, Any]:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:  # wrong encodings also raise ValueError
         raise RequestError(f"the body is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise RequestError(f"the body must be a JSON object, found {_kind(body)}")
-    return body
+    check_request(isinstance(body, dict), f"the body must be a JSON object, found {_kind(body)}")
+    return cast(dict[str, Any], body)
 
 
 def parse_body(body: Mapping[str, Any], chat: bool, served: str, role: Role) -> Asked:
     """Check everything that does not need the tokenizer; raises RequestError."""
     model = body.get("model")
-    if model not in (None, served):
-        raise RequestError(
-            f"model {_short(model)} is not served here; the one that is: {served!r}", "model", 404, "model_not_found"
-        )
+    check_request(
+        model in (None, served),
+        f"model {_short(model)} is not served here; the one that is: {served!r}",
+        "model",
+        404,
+        "model_not_found",
+    )
     for name, neutral in NEUTRAL.items():
         _neutral(body, name, neutral)
     stream = _flag(body, "stream")
@@ -277,8 +278,7 @@ def _remote(params: Mapping[str, Any]) -> Remote:
         isinstance(key, str) and _KEY.fullmatch(key),
     )
     for holds, (name, rule) in zip(valid, REMOTE.items(), strict=True):
-        if not holds:
-            raise RequestError(f"{name} must be {rule}, found {_short(params.get(name))}", "kv_transfer_params")
+        check_request(holds, f"{name} must be {rule}, found {_short(params.get(name))}", "kv_transfer_params")
     address = Address(host.removeprefix("[").removesuffix("]").lower(), port)  # type: ignore[union-attr, arg-type]
     return Remote(address, key, grant if isinstance(grant, str) else None)  # type: ignore[arg-type]
 
@@ -343,13 +343,6 @@ def _short(value: Any) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------- answers
-
-
-def error_body(
-    message: str, param: str | None = None, code: str | None = None, kind: str = "invalid_request_error"
-) -> dict[str, Any]:
-    message = " ".join(message.split()).encode(errors="backslashreplace").decode()  # may hold half a surrogate pair
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class AnswerBuilder:

@@ -34,7 +34,6 @@ from coterie.engines.worker.protocol import (
     RequestError,
     check_max_tokens,
     check_request,
-    error_body,
     parse_body,
     parse_json,
 )
@@ -53,7 +52,6 @@ BODY_BYTES = 65_536
 BODY_BYTES_PER_TOKEN = 64
 """Maximum size of a body: `BODY_BYTES` plus `BODY_BYTES_PER_TOKEN` for every token of the context."""
 MAX_NAME = 256
-RETRY_AFTER: Headers = [(b"retry-after", b"1")]
 UNAUTHORIZED: Headers = [(b"www-authenticate", b"Bearer")]
 CLOSE_S = 1.0
 """Seconds for clients to read unfinished answers when the worker ends."""
@@ -169,14 +167,12 @@ class Server:
         self._handler(request)
 
     async def answer(self, request: HttpRequest, responder: Responder) -> None:
-        """Handle a request; every refusal is answered with an OpenAI error body."""
+        """Handle a request; count the refusals, which the server answers with an OpenAI error body."""
         try:
             await self._handler(request)(request, responder)
-        except RequestError as error:
+        except RequestError:
             self.engine.metrics.add("rejected_total")
-            kind = "invalid_request_error" if error.status < 500 else "server_error"
-            headers = RETRY_AFTER if error.status == 429 else []
-            _send_json(responder, error_body(str(error), error.param, error.code, kind), error.status, headers)
+            raise
 
     def _route(self, request: HttpRequest) -> Route:
         route = self.routes.get("/kv/" if request.path.startswith("/kv/") else request.path)
@@ -202,8 +198,8 @@ class Server:
     # ----------------------------------------------------------------------------------------------------- small ones
 
     async def health(self, _: HttpRequest, responder: Responder) -> None:
-        if self.draining or not self.engine.alive:
-            raise RequestError("draining: no new requests" if self.draining else "the engine has ended", status=503)
+        check_request(not self.draining, "draining: no new requests", status=503)
+        check_request(self.engine.alive, "the engine has ended", status=503)
         responder.send(200)
 
     async def metrics(self, _: HttpRequest, responder: Responder) -> None:
@@ -350,7 +346,7 @@ class Server:
             answer.add(output)
             if output.finish in ("error", "abort"):
                 what = f"the step failed: {output.error}" if output.error else "this worker is shutting down"
-                responder.write(_event(error_body(what, kind="server_error")))
+                responder.write(HttpError(500, what).event())
                 break
             responder.write(_event(answer.chunk(output)))
             await responder.drain()
@@ -383,8 +379,8 @@ async def _until_end(outputs: asyncio.Queue[Output]) -> AsyncIterator[Output]:
             return
 
 
-def _send_json(responder: Responder, value: Any, status: int = 200, headers: Headers = []) -> None:  # noqa: B006
-    responder.send(status, msgspec.json.encode(value), headers=headers)
+def _send_json(responder: Responder, value: Any, headers: Headers = []) -> None:  # noqa: B006
+    responder.send(200, msgspec.json.encode(value), headers=headers)
 
 
 def _event(value: Any) -> bytes:

@@ -124,7 +124,8 @@ class HttpError(CoterieError):
         self.headers = headers
 
     def body(self) -> bytes:
-        error = {"message": str(self), "type": _error_type(self.status), "param": self.param, "code": self.code}
+        message = " ".join(str(self).split()).encode(errors="backslashreplace").decode()  # half a surrogate pair
+        error = {"message": message, "type": _error_type(self.status), "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
     def event(self) -> bytes:

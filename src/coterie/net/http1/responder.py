@@ -83,8 +83,7 @@ class Responder:
         return b"%b%b\r\n" % (line, lines) if self._keep_alive else b"%b%bconnection: close\r\n\r\n" % (line, lines)
 
     def write(self, data: bytes) -> None:
-        if self.ended or not self.started:
-            raise RuntimeError("write() comes after start() and before end()")
+        check(self.started and not self.ended, "write() comes after start() and before end()", RuntimeError)
         if self._left is not None:
             self._left -= len(data)
             if self._left < 0:
@@ -97,10 +96,8 @@ class Responder:
         await self._connection.drain()
 
     def end(self) -> None:
-        if self.ended or not self.started:
-            raise RuntimeError("end() comes after start(), once")
-        if self._left:
-            raise RuntimeError(f"the answer lacks {self._left} bytes of its length")
+        check(self.started and not self.ended, "end() comes after start(), once", RuntimeError)
+        check(not self._left, f"the answer lacks {self._left} bytes of its length", RuntimeError)
         self.ended = True
         last = b"0\r\n\r\n" if self._chunked and not self._head_only else b""
         self._connection.finish(last, self._keep_alive)

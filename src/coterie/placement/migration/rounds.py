@@ -215,14 +215,15 @@ def _switch(
 ) -> Switch:
     """Make one switch. The source of each expert is the nearest holder in `before`; the planned source wins a tie."""
     holders: dict[int, list[int]] = {}
+    speeds, rates = topology.rank_speeds.tolist(), topology.rates.T.tolist()
     for slot, expert in enumerate(before):
-        if topology.rank_speeds[slot // per_rank] > 0:
+        if speeds[slot // per_rank] > 0:
             holders.setdefault(expert, []).append(slot // per_rank)
     sends: Counter[int] = Counter()
     fetches: list[tuple[int, int, int, float]] = []  # slot, expert, source, seconds
     for slot, expert in sorted(arriving.items(), key=lambda item: (len(holders.get(item[1], ())), item[0])):
         rank = slot // per_rank
-        source = _nearest(holders.get(expert, ()), rank, planned.get((layer, slot)), topology, sends)
+        source = _nearest(holders.get(expert, ()), rank, planned.get((layer, slot)), rates[rank], sends)
         sends[source] += 1
         link = topology.host if source == HOST else link_between(topology, source, rank)
         fetches.append((slot, expert, source, 0.0 if source == rank else transfer_s(link, limits.expert_bytes)))
@@ -235,8 +236,10 @@ def _switch(
     return Switch(layer, tuple(map(tuple, by_round)), before, after)
 
 
-def _nearest(holders: Sequence[int], rank: int, planned: int | None, topology: Topology, sends: Counter[int]) -> int:
-    rates = topology.rates[:, rank]
+def _nearest(
+    holders: Sequence[int], rank: int, planned: int | None, rates: Sequence[float], sends: Counter[int]
+) -> int:
+    """Return the holder from which an expert is fetched to `rank`; `rates` [source] are those to it."""
     return min(holders, key=lambda h: (h != rank, -rates[h], h != planned, sends[h], h), default=HOST)
 
 

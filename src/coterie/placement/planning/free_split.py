@@ -198,7 +198,7 @@ def plan_per_step(
     the mean step; the plan for equal shares over the scenarios, whose held-out result is `equal`.
     """
     start = best_per_layer(problem, starts)
-    if equal is None:
+    if equal is None or len(over_scenarios.scenarios_of(problem).weights) < over_scenarios.FEWEST:
         return improve_steps(problem, start), None
     searched, unseen = _held_out(problem, starts[0], starts[1], equal)
     return improve_steps(problem, start, equal.shrinkage) if searched else start, unseen
@@ -240,4 +240,5 @@ def _held_out(problem: Problem, current: Slots, mean: Slots, equal: Unseen) -> t
         mean=unseen.balanced(mean, per_step=True),
         after=unseen.balanced(chosen, per_step=True),
         fitted=fitted.balanced(chosen, per_step=True),
+        scenarios=len(over_scenarios.scenarios_of(unseen).weights),
     )

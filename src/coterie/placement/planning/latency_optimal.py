@@ -28,7 +28,7 @@ from coterie.placement.base import Load, Plan, Unseen, planners
 from coterie.placement.objective import PRICES_HINT, Objective, Problem
 from coterie.placement.planning.eplb import Eplb
 from coterie.placement.planning.flashlb import FlashLb
-from coterie.placement.planning.over_scenarios import choose, improve_equal, moves_are_free
+from coterie.placement.planning.over_scenarios import FEW, choose, improve_equal, moves_are_free, plan_few
 from coterie.placement.planning.packing import living_ranks, on_living
 from coterie.placement.planning.search.layers import AT_TARGET, CHANGED, KEPT, REPAIRED, search, spend
 from coterie.placement.planning.search.state import Prices, is_small
@@ -101,15 +101,18 @@ class LatencyOptimal:
         reason = f"equal shares alone save {shown_s(gain)} over the horizon, no move pays"
         return problem.plan(current.slot_experts, planning_s=took, skip_reason=reason, layer_reasons=reasons)
 
-    def _equal_plan(self, problem: Problem, load: Load) -> tuple[_Layers, Unseen | None]:
-        """Find the placement for equal shares, over the scenarios if the load has any."""
+    def _equal_plan(self, problem: Problem, load: Load, anew: bool = True) -> tuple[_Layers, Unseen | None]:
+        """Find the placement for equal shares, over the scenarios if the load has any.
+
+        `anew` allows plans for few scenarios that ignore the current placement.
+        """
         if problem.steps is None:
             return self._other_start(problem, load, self._search(problem)), None
         average = self.objective.problem(load.mean, problem.topology, problem.current, problem.shares)
         mean = self._other_start(average, load.mean, self._search(average))
         if self.max_moves is None:
-            return self._over_scenarios(problem, load, mean)
-        steps, unseen = replace(self, max_moves=None)._equal_plan(problem, load)
+            return self._over_scenarios(problem, load, mean, anew)
+        steps, unseen = replace(self, max_moves=None)._equal_plan(problem, load, anew=False)
         return self._within_budget(problem, self.max_moves, mean, steps), unseen
 
     @staticmethod
@@ -129,7 +132,23 @@ class LatencyOptimal:
         before = problem.score(current.slot_experts, problem.shares).total_s
         return _Layers(taken, before - totals[layers, chosen], outcomes)
 
-    def _over_scenarios(self, problem: Problem, load: Load, mean: _Layers) -> tuple[_Layers, Unseen | None]:
+    def _over_scenarios(self, problem: Problem, load: Load, mean: _Layers, anew: bool) -> tuple[_Layers, Unseen | None]:
+        """Plan over scenarios; keep the current placement in layers where no move pays."""
+        current = problem.current
+        if 1 < load.num_scenarios < FEW:
+            rows, unseen = plan_few(problem, _valid(problem, mean), anew)
+        else:
+            rows, unseen = self._searched(problem, load, mean)
+        before, after = problem.score(current.slot_experts, problem.shares), problem.score(rows)
+        saved = before.total_s - after.total_s
+        keep = (saved <= 0) & problem.sound
+        rows = np.where(keep[:, None], current.slot_experts, rows).astype(np.int32)
+        outcomes = np.where((rows == current.slot_experts).all(axis=1), KEPT, CHANGED)
+        outcomes[(outcomes == KEPT) & (before.processing_s <= problem.floor)] = AT_TARGET
+        outcomes[(mean.outcomes == REPAIRED) & (outcomes == CHANGED)] = REPAIRED
+        return _Layers(rows, np.where(keep, 0.0, saved), outcomes), unseen
+
+    def _searched(self, problem: Problem, load: Load, mean: _Layers) -> tuple[NDArray[np.int32], Unseen | None]:
         """Search over scenarios from the current placement and from the plan for the mean step; keep the better."""
         current, start = problem.current, _valid(problem, mean)
         spare, free = current.num_slots > current.num_experts, moves_are_free(problem)
@@ -146,14 +165,7 @@ class LatencyOptimal:
             if worse.any():
                 again = improve_equal(problem, other, shrinkage, worse)
                 rows = np.where(worse[:, None], again, rows)
-        before, after = problem.score(current.slot_experts, problem.shares), problem.score(rows)
-        saved = before.total_s - after.total_s
-        keep = (saved <= 0) & problem.sound
-        rows = np.where(keep[:, None], current.slot_experts, rows).astype(np.int32)
-        outcomes = np.where((rows == current.slot_experts).all(axis=1), KEPT, CHANGED)
-        outcomes[(outcomes == KEPT) & (before.processing_s <= problem.floor)] = AT_TARGET
-        outcomes[(mean.outcomes == REPAIRED) & (outcomes == CHANGED)] = REPAIRED
-        return _Layers(rows, np.where(keep, 0.0, saved), outcomes), unseen
+        return rows, unseen
 
     def _or_greedy(self, problem: Problem, load: Load, start: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return [layer, slot] the greedy placement in layers where it is better, movement included, else `start`.

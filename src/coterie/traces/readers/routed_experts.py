@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,7 @@ from coterie.traces.readers.base import Reader, ReadOptions, readers
 from coterie.traces.requests import RequestTrace
 from coterie.traces.store import value_errors
 from coterie.types import DECODE, PREFILL, ModelSpec
-from coterie.wire.routed_experts import decode_sglang_rows, decode_vllm, listed_tokens, routed_layers
+from coterie.wire.routed_experts import RoutedAnswer, decode_vllm, listed_tokens, parse_sglang_answer, routed_layers
 
 
 def find_model(*names: str | None) -> ModelSpec | None:
@@ -62,16 +62,6 @@ def experts_of(path: Path, options: ReadOptions, name: str | None, stated: int |
     return spec.num_experts
 
 
-class _Answer(NamedTuple):
-    """One generated sequence."""
-
-    expert_ids: NDArray[np.integer]
-    """[token, layer, k] expert ids, in all layers that the engine counts."""
-    prompt_tokens: int
-    id: str | None
-    token_ids: NDArray[np.int64] | None
-
-
 @dataclass(frozen=True, slots=True)
 class _Line:
     """A line of the file; its errors name the file and the line."""
@@ -89,29 +79,22 @@ class _Line:
             raise self.error(f"{where}.{name}", f"is {value!r}, expected a whole number of at least 1")
         return value
 
-    def answers(self, body: Any) -> Iterator[_Answer]:
+    def answers(self, body: Any) -> Iterator[RoutedAnswer]:
         if not isinstance(body, dict):
             raise self.error("answer", "must be a JSON object")
-        if isinstance(body.get("meta_info"), dict):
-            meta = body["meta_info"]
-            ids = self.sglang(meta.get("routed_experts"), meta, "meta_info", meta.get("routed_experts_dtype"))
-            yield _Answer(ids, meta["prompt_tokens"], _text(meta.get("id")), None)
-            return
         choices = body.get("choices")
-        if not isinstance(choices, list) or not choices or not all(isinstance(choice, dict) for choice in choices):
-            raise self.error("choices", "is missing: neither an OpenAI answer nor one of SGLang's /generate")
-        if any("routed_experts" in choice for choice in choices):
-            yield from self.vllm(body, choices)
-            return
-        extra: dict[str, Any] = next((p["sglext"] for p in (body, choices[0]) if isinstance(p.get("sglext"), dict)), {})
-        if "routed_experts" not in extra:
-            raise self.error("routed_experts", "is missing; the engine returns it only when started and asked to")
-        if len(choices) > 1:
-            raise self.error("sglext", f"holds one sequence for {len(choices)} choices: ask with n=1")
-        ids = self.sglang(extra["routed_experts"], body.get("usage"), "usage", extra.get("routed_experts_dtype"))
-        yield _Answer(ids, body["usage"]["prompt_tokens"], _text(body.get("id")), None)
+        if "meta_info" not in body:
+            if not isinstance(choices, list) or not choices or not all(isinstance(choice, dict) for choice in choices):
+                raise self.error("choices", "is missing: neither an OpenAI answer nor one of SGLang's /generate")
+            if any("routed_experts" in choice for choice in choices):
+                yield from self.vllm(body, choices)
+                return
+        try:
+            yield parse_sglang_answer(body, self.spec)
+        except InputError as error:
+            raise self.error("answer", str(error)) from None
 
-    def vllm(self, body: Mapping[str, Any], choices: list[dict[str, Any]]) -> Iterator[_Answer]:
+    def vllm(self, body: Mapping[str, Any], choices: list[dict[str, Any]]) -> Iterator[RoutedAnswer]:
         usage = body.get("usage")
         prompt, total = (self.count(usage, "usage", name) for name in ("prompt_tokens", "completion_tokens"))
         rows = 0
@@ -126,28 +109,14 @@ class _Line:
             rows += len(ids) + 1 - prompt
             tokens = listed_tokens(body.get("prompt_token_ids"), choice.get("token_ids"), len(ids))
             name = _text(body.get("id"))
-            yield _Answer(ids, prompt, f"{name}/{index}" if name and len(choices) > 1 else name, tokens)
+            numbered = f"{name}/{index}" if name and len(choices) > 1 else name
+            yield RoutedAnswer(ids, prompt, len(ids) + 1 - prompt, tokens, numbered)
         if rows != total:
             raise self.error(
                 "routed_experts",
                 f"describes {rows} generated tokens, usage.completion_tokens is {total} ({prompt} of prompt; "
                 "the last token has no row)",
             )
-
-    def sglang(self, payload: Any, place: Any, where: str, dtype: Any) -> NDArray[np.integer]:
-        prompt, completion = (self.count(place, where, name) for name in ("prompt_tokens", "completion_tokens"))
-        if not isinstance(payload, str):
-            raise self.error("routed_experts", "is missing; the engine returns it only when started and asked to")
-        if self.spec is None:
-            raise self.error("routed_experts", "has no shape in SGLang's form; give a known --model")
-        try:
-            return decode_sglang_rows(
-                payload, self.spec, prompt + completion - 1, None if dtype is None else str(dtype)
-            )
-        except InputError as error:
-            raise self.error(
-                "routed_experts", f"{error}; the last of {completion} generated tokens has no row"
-            ) from None
 
 
 def _text(value: Any) -> str | None:
@@ -197,7 +166,7 @@ def read_routed_experts(path: Path, options: ReadOptions) -> ActivationTrace:
             offsets,
             requests,
             np.where(places < np.repeat(prompts, lengths), PREFILL, DECODE).astype(np.uint8),
-            np.concatenate(tokens).astype(np.int32) if len(tokens) == len(answers) else None,
+            np.concatenate(tokens) if len(tokens) == len(answers) else None,
         )
 
 

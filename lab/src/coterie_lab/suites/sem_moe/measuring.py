@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from coterie.dispatch.shuffle import shuffle_schedule
 from coterie.engines.ranks import RankMember, run_ranks
-from coterie.engines.torch_ep.group import Group, torch_reduce_scatter
+from coterie.engines.torch_ep.group import Group
 from coterie.engines.torch_ep.layer import (
     COMBINE,
     DISPATCH,
@@ -91,7 +91,7 @@ def _wire(member: RankMember, asked: _Wire) -> WireMeasurement:
 
 def _sent(group: Group, member: RankMember, asked: _Wire, deduplicate: bool) -> WireBytes:
     placement, hidden_size = asked.placement, asked.hidden_size
-    group.bytes.sent.clear()
+    group.sent_bytes.clear()
     up = torch.zeros(2 * INNER, hidden_size)
     weights = SlotWeights(placement, group.rank, lambda _layer, _expert: (up, torch.zeros(hidden_size, INNER)))
     exchange = TorchExchange(group, placement.slots_per_rank, deduplicate)
@@ -104,7 +104,7 @@ def _sent(group: Group, member: RankMember, asked: _Wire, deduplicate: bool) -> 
         member.say(f"layer {layer}", layer)
         chosen = own[:, layer]
         layers.forward(layer, hidden, chosen, torch.full(chosen.shape, 1 / chosen.shape[1]))
-    sent = group.bytes.sent
+    sent = group.sent_bytes
     states = sent[DISPATCH] + sent[COMBINE]
     dist.barrier()  # what others have received has been sent
     after = tcp_bytes_sent()
@@ -166,13 +166,14 @@ def _shuffle(member: RankMember, asked: _Shuffle) -> ShuffleTimes:
     schedule = shuffle_schedule(np.random.default_rng(0).permutation(np.arange(tokens) % size), size)
     partial, narrow = torch.ones(tokens, hidden_size), torch.ones(tokens, hidden_size // size)
     out = torch.empty(schedule.per_rank, hidden_size)
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name in this torch
 
     def early() -> None:
         shuffle_rows(narrow, schedule)
         shuffled_reduce_scatter(group, partial, schedule, already_shuffled=True)
 
     runs: dict[str, Callable[[], Any]] = {
-        "gloo": lambda: torch_reduce_scatter(out, partial),
+        "gloo": lambda: scatter(out, partial),
         "plain": lambda: shuffled_reduce_scatter(group, partial, schedule, already_shuffled=True),
         "shuffled": lambda: shuffled_reduce_scatter(group, partial, schedule),
         "early": early,

@@ -6,7 +6,6 @@ from a decoder's queue.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from coterie.sim.fleet.run import FleetConfig, run_fleet
 from coterie.types import INFINIBAND_400G
 from coterie_lab.suites.drift.traffic import GPT_OSS
 from coterie_lab.suites.joint.prefixes import home_experts, kv_tokens
-from coterie_lab.suites.together.outcomes import LIGHT, Outcome, Served, capacity, limits_of, outcome_of, recovered_s
+from coterie_lab.suites.together.outcomes import LIGHT, Outcome, Served, capacity, limits_of, outcome_of
 from coterie_lab.suites.together.rows import Compared, Pair
 from coterie_lab.suites.together.traffic import Traffic, traffic_of
 
@@ -102,19 +101,12 @@ def serve_decoders(
     limits = limits_of(_served(bench.serve(bench.traffic.at_rate(LIGHT * rate))))
     offered = bench.traffic.at_rate(load * rate)
     outcomes: dict[str, Outcome] = {}
-    base: Served | None = None
     for config in configs:
         run = bench.serve(offered, config)
         served = _served(run)
-        base = base or served
-        shift = bench.traffic.shift
         decoding = run.step_decoding * (run.step_prefill == 0)
         outcomes[name_of(config)] = outcome_of(
-            served,
-            bench.traffic.minority,
-            limits,
-            experts=float(np.average(run.step_distinct, weights=decoding)),
-            recovered_s=math.nan if shift is None else recovered_s(served, base, shift),
+            served, bench.traffic.minority, limits, experts=float(np.average(run.step_distinct, weights=decoding))
         )
     return outcomes
 
@@ -130,6 +122,7 @@ def _served(run: FleetRun) -> Served:
 SHORTEST, AWARE = "shortest queue", "latency_aware"
 COMPARED = Compared(
     baseline=name_of(BASELINE),
+    beside=name_of(BASELINE),
     whole=name_of((AWARE, LATENCY_AWARE)),
     published={
         "ELDR": name_of(("locality band", FCFS)),

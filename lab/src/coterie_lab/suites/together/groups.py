@@ -30,7 +30,7 @@ from coterie.sim.fleet.requests import FleetRequests
 from coterie.sim.group.serving import GroupController, GroupPrices, GroupServedRun, ServeSettings, ServingGroup
 from coterie.types import Placement, Topology
 from coterie_lab.suites.drift.traffic import GLM
-from coterie_lab.suites.together.outcomes import LIGHT, Outcome, Served, capacity, limits_of, outcome_of, recovered_s
+from coterie_lab.suites.together.outcomes import LIGHT, Outcome, Served, capacity, limits_of, outcome_of
 from coterie_lab.suites.together.rows import Compared, Pair
 from coterie_lab.suites.together.traffic import Traffic, traffic_of
 
@@ -62,7 +62,10 @@ CONFIGS: dict[str, tuple[Config, ...]] = {
     "C": (
         (EVEN, NEVER, SHORTEST),
         BASELINE,
-        *((planner, when, SHORTEST) for planner in PLANNERS for when in WHENS),
+        ("eplb", PERIODIC, SHORTEST),
+        ("flashlb", PERIODIC, SHORTEST),
+        ("ours", NEVER, SHORTEST),
+        ("ours", AS_IT_PAYS, SHORTEST),
         (LINEAR, NEVER, PRESSURE),
         ("ours", NEVER, PRESSURE),
         ("ours", AS_IT_PAYS, PRESSURE),
@@ -157,16 +160,14 @@ def serve_groups(fleet: str, load: float, traffic: str, seed: int, requests: int
     """Serve the same requests under every configuration."""
     bench = GroupBench.of(fleet, traffic, seed, requests, data)
     firsts = {placement: bench.planned(placement) for placement in dict.fromkeys(c[0] for c in CONFIGS[fleet])}
-    at_rate, shift = bench.traffic.at_rate, bench.traffic.shift
+    at_rate = bench.traffic.at_rate
     rate = capacity(bench.serve(at_rate(np.inf), BASELINE, bench.in_order).finish_s)
     limits = limits_of(_served(bench.serve(at_rate(LIGHT * rate), BASELINE, bench.in_order), bench.traffic))
     every_s = requests / rate / WINDOWS
     outcomes: dict[str, Outcome] = {}
-    bound: Served | None = None
     for config in CONFIGS[fleet]:
         run = bench.serve(at_rate(load * rate), config, firsts[config[0]], every_s)
         served = _served(run, bench.traffic)
-        bound = bound or served
         tokens = run.steps.decoded + run.steps.prompt
         outcomes[name_of(config)] = outcome_of(
             served,
@@ -175,7 +176,6 @@ def serve_groups(fleet: str, load: float, traffic: str, seed: int, requests: int
             experts=float(np.average(run.steps.distinct, weights=tokens)),
             balancedness=float(np.average(run.steps.balancedness, weights=tokens)),
             moved_bytes=sum(change.moved_bytes for change in run.changes),
-            recovered_s=math.nan if shift is None else recovered_s(served, bound, shift),
         )
     return outcomes
 
@@ -188,6 +188,7 @@ def _served(run: GroupServedRun, traffic: Traffic) -> Served:
 
 COMPARED = Compared(
     baseline=name_of(BASELINE),
+    beside=name_of((EVEN, NEVER, SHORTEST)),
     whole=name_of(("ours", AS_IT_PAYS, PRESSURE)),
     published={"EPLB": name_of(("eplb", PERIODIC, SHORTEST)), "FlashLB": name_of(("flashlb", PERIODIC, SHORTEST))},
     gimbal=name_of(GIMBAL),

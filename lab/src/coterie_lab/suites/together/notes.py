@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -21,7 +20,8 @@ MINORITY_PCT = 5.0
 """The minority tenant's p99 TPOT may be at most this much above that of the baseline."""
 SETTING = (
     "Rates are shares of what the baseline serves when all requests wait. The first twentieth of the requests is not "
-    "measured. Within limits: TTFT at most twice, TPOT at most 1.25 times the p95 of the baseline at half that load."
+    "measured. Within limits: TTFT at most three times, TPOT at most 1.25 times the median of the baseline at half of "
+    "the rate that it can serve."
 )
 
 
@@ -34,9 +34,9 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
         notes += [_against_note(fleet, whole, [row for row in mine if row["kind"] == "against"])]
         runs = [row for row in mine if row["kind"] == "run" and row["config"] == whole]
         notes += [_tail_note(fleet, whole, runs), _minority_note(fleet, whole, runs)]
-    shifted = [row for row in rows if row["kind"] == "run" and row["recovered_s"] is not None]
+    shifted = [row for row in rows if row["kind"] == "run" and row["recovers"] is not None]
     notes += [_recovery_note(fleet, [row for row in shifted if row["fleet"] == fleet]) for fleet in wholes]
-    if any(row["seeds"] < 2 for row in rows):
+    if any(row["seeds"] < 2 for row in rows if row["kind"] == "run"):
         notes.append("One seed: no difference above has an interval, and none is sure.")
     return [note for note in [*notes, *_pair_notes(rows)] if note]
 
@@ -84,7 +84,7 @@ def _minority_note(fleet: str, whole: str, rows: Sequence[Row]) -> str:
 
 def _recovery_note(fleet: str, rows: Sequence[Row]) -> str:
     words = [
-        f"{row['config']} {_seconds(row['recovered_s'])} at {row['load']:g}"
+        f"{row['config']} {_recovery(row)} at {row['load']:g}"
         for row in rows
         if row["kind"] == "run" and row["config"] in RECOVERY
     ]
@@ -100,8 +100,8 @@ RECOVERY = (
 )
 
 
-def _seconds(seconds: float) -> str:
-    return "not in every run" if math.isinf(seconds) else f"after {seconds:.1f} s"
+def _recovery(row: Row) -> str:
+    return f"after {row['recovered_s']:.1f} s" if row["recovers"] else "not in the run"
 
 
 def _pair_notes(rows: Sequence[Row]) -> list[str]:

@@ -12,14 +12,12 @@ from coterie.sim.fleet.metrics import LatencyLimits
 
 WARM_UP = 0.05
 """Share of the requests, the first to arrive, that are served and not measured."""
-WINDOW = 50
-"""Requests in a window of the time to recover."""
-RECOVERED = 1.05
-"""A window has recovered when its TPOT is at most this many times the TPOT before the change."""
+WINDOWS = 20
+"""Windows of a run, of as many requests each, in which TPOT is kept to see when it recovers after a change."""
 LIGHT = 0.5
 """Load at which the limits are set, as a share of what the fleet can serve."""
-TTFT_ROOM, TPOT_ROOM = 2.0, 1.25
-"""Limits, as multiples of the 95th percentiles of the shortest queue at half the load that the fleet can serve."""
+TTFT_ROOM, TPOT_ROOM = 3.0, 1.25
+"""Limits, as multiples of the medians of the shortest queue at half the load that the fleet can serve."""
 
 
 class Served(NamedTuple):
@@ -49,9 +47,10 @@ class Outcome(NamedTuple):
     balancedness: float
     """Mean ÷ largest rank's rows of a layer, mean over layers and steps, weighted by tokens; 1 without ranks."""
     moved_gb: float
-    recovered_s: float
-    """Seconds after an abrupt change from which on TPOT is back, beside a run that the change does not touch; NaN
-    without one, infinite if it does not come back."""
+    tpot_windows_ms: tuple[float, ...]
+    """Mean TPOT in windows of the run, from its first request to its last."""
+    window_s: float
+    """Length of a window, mean."""
 
 
 def outcome_of(
@@ -61,7 +60,6 @@ def outcome_of(
     experts: float,
     balancedness: float = 1.0,
     moved_bytes: float = 0.0,
-    recovered_s: float = math.nan,
 ) -> Outcome:
     counted = np.arange(len(served.arrival_s)) >= WARM_UP * len(served.arrival_s)
     ttft, tpot = served.ttft_s[counted], served.tpot_s[counted]
@@ -83,8 +81,14 @@ def outcome_of(
         experts=experts,
         balancedness=balancedness,
         moved_gb=moved_bytes / 1e9,
-        recovered_s=recovered_s,
+        tpot_windows_ms=tuple(1e3 * _mean(part) for part in np.array_split(served.tpot_s, WINDOWS)),
+        window_s=float(np.ptp(served.arrival_s)) / WINDOWS,
     )
+
+
+def _mean(seconds: NDArray[np.float64]) -> float:
+    known = seconds[np.isfinite(seconds)]
+    return float(known.mean()) if len(known) else math.nan
 
 
 def _percentiles(seconds: NDArray[np.float64]) -> list[float]:
@@ -97,25 +101,7 @@ def _percentiles(seconds: NDArray[np.float64]) -> list[float]:
 def limits_of(light: Served) -> LatencyLimits:
     """Return the limits from a run of the shortest queue at half the load."""
     ttft, tpot = (values[np.isfinite(values)] for values in (light.ttft_s, light.tpot_s))
-    return LatencyLimits(TTFT_ROOM * float(np.percentile(ttft, 95)), TPOT_ROOM * float(np.percentile(tpot, 95)))
-
-
-def recovered_s(served: Served, beside: Served, shift: int) -> float:
-    """Return the seconds after request `shift` from which on TPOT is within 5% of that before the change.
-
-    TPOT is taken in windows of requests, as a multiple of the same requests' TPOT in the run `beside`: arrivals come in
-    waves, which a run alone does not tell from a change. Infinite if the last window has not recovered.
-    """
-    with np.errstate(invalid="ignore"):
-        ratio = served.tpot_s / beside.tpot_s
-    first = round(WARM_UP * len(ratio))
-    steady = float(np.nanmean(ratio[first:shift]))
-    starts = np.arange(shift, len(ratio) - WINDOW + 1, WINDOW)
-    late = [float(np.nanmean(ratio[at : at + WINDOW])) > RECOVERED * steady for at in starts]
-    if late and late[-1]:
-        return math.inf
-    back = shift if not any(late) else int(starts[np.flatnonzero(late)[-1]]) + WINDOW
-    return float(served.arrival_s[back] - served.arrival_s[shift])
+    return LatencyLimits(TTFT_ROOM * float(np.median(ttft)), TPOT_ROOM * float(np.median(tpot)))
 
 
 def capacity(finish_s: NDArray[np.float64]) -> float:

@@ -11,12 +11,18 @@ import numpy as np
 from coterie.answers.runs import interval
 from coterie_lab.suites.shared import savings, spread
 from coterie_lab.suites.together.outcomes import Outcome
+from coterie_lab.suites.together.traffic import ABRUPT, SHIFT
 
 Row = dict[str, Any]
 Runs = Sequence[Mapping[str, Outcome]]
 """Outcomes by configuration, one per seed."""
 LOSSES = {f"{name}_loss": f"{name}_ms" for name in ("ttft_p95", "ttft_p99", "tpot_p95", "tpot_p99")}
 """Key of a row → field of an outcome in which a configuration may be worse than the baseline."""
+
+
+KEPT = ("tpot_windows_ms", "window_s")
+"""Fields of an outcome of which rows have no mean."""
+RECOVERED = 1.05
 
 
 class Pair(NamedTuple):
@@ -34,6 +40,9 @@ class Compared(NamedTuple):
     """What is compared on a fleet, by names of configurations."""
 
     baseline: str
+    beside: str
+    """Configuration of which TPOT is a multiple where it is said when it recovers: arrivals come in waves, which a run
+    alone does not tell from a change."""
     whole: str
     published: Mapping[str, str]
     """Published system → its configuration; the best of them by goodput is chosen on the first seeds."""
@@ -60,7 +69,7 @@ def run_rows(cell: Cell, runs: Runs, compared: Compared) -> list[Row]:
     for config in runs[0]:
         own = [run[config] for run in runs]
         row: Row = {"kind": "run", **cell._asdict(), "config": config, "seeds": len(runs)}
-        row |= {name: _mean([getattr(one, name) for one in own]) for name in Outcome._fields}
+        row |= {name: _mean([getattr(one, name) for one in own]) for name in Outcome._fields if name not in KEPT}
         row |= spread("goodput", [one.goodput for one in own], "_mean")
         lost = {key: [-pct for pct in savings(own, base, field)] for key, field in LOSSES.items()}
         for key, values in lost.items():
@@ -68,9 +77,25 @@ def run_rows(cell: Cell, runs: Runs, compared: Compared) -> list[Row]:
         row["p99_vs_baseline_pct"] = row["tpot_p99_loss_pct"]
         row |= spread("tpot_p50_saving", savings(own, base, "tpot_p50_ms"))
         row |= spread("minority_loss", [-pct for pct in savings(own, base, "minority_tpot_p99_ms")])
-        row["published"] = None
-        rows.append(row)
+        row["recovered_s"] = row["recovers"] = None
+        if cell.traffic == ABRUPT:
+            row["recovered_s"] = recovered_s(own, [run[compared.beside] for run in runs])
+            row["recovers"] = row["recovered_s"] is not None
+        rows.append(row | {"published": None})
     return rows
+
+
+def recovered_s(own: Sequence[Outcome], beside: Sequence[Outcome]) -> float | None:
+    """Return the seconds after an abrupt change from which on TPOT is within 5% of what it was before the change.
+
+    TPOT is a multiple of the same windows' TPOT in the runs `beside`, mean over seeds. None if it is not within 5% in
+    the last window.
+    """
+    ratio = np.mean([np.divide(a.tpot_windows_ms, b.tpot_windows_ms) for a, b in zip(own, beside, strict=True)], axis=0)
+    shift = round(SHIFT * len(ratio))
+    late = np.flatnonzero(ratio[shift:] > RECOVERED * ratio[1:shift].mean())
+    windows = 0 if not len(late) else int(late[-1]) + 1
+    return None if shift + windows == len(ratio) else windows * float(np.mean([one.window_s for one in own]))
 
 
 def against_rows(cell: Cell, runs: Runs, compared: Compared) -> list[Row]:
@@ -101,6 +126,8 @@ def pair_rows(cell: Cell, runs: Runs, pairs: Sequence[Pair]) -> list[Row]:
     """Say what two decisions save of the median TPOT and of TTFT's p99, each alone and both, and how they interact."""
     rows = []
     for pair in pairs:
+        if not {pair.neither, pair.only_first, pair.only_second, pair.both} <= runs[0].keys():
+            continue
         row: Row = {"kind": "pair", **cell._asdict(), "first": pair.first, "second": pair.second, "seeds": len(runs)}
         for metric in ("tpot_p50", "ttft_p50"):
             saved = {
@@ -127,6 +154,6 @@ def word_of(row: Mapping[str, Any]) -> str:
 
 
 def _mean(values: Sequence[float]) -> float | None:
-    """Return the mean; None if there is no value, infinite if one of them is."""
+    """Return the mean; None if there is no value."""
     known = [value for value in values if not math.isnan(value)]
     return interval(known).mean if known else None

@@ -31,7 +31,7 @@ from coterie_lab.suites.together.traffic import ABRUPT, TRAFFICS
 
 NAME = "together"
 SEEDS = (0, 1, 2, 3, 4)
-REQUESTS = {"A": 1500, "B": 1060, "C": 1060}
+REQUESTS = {"A": 1500, "B": 1060, "C": 2500}
 """Requests of a run: over five seeds at least 5,000 are measured in a cell."""
 QUICK = 300
 COMPARED = {"A": decoders.COMPARED, "B": groups.COMPARED, "C": groups.COMPARED}

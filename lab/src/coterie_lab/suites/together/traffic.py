@@ -51,8 +51,6 @@ class Traffic(NamedTuple):
     """[request] whether the request is the minority tenant's."""
     known: Calibration
     """Requests known before the run, in the run's first mix."""
-    shift: int | None
-    """First request after the change of an abrupt traffic."""
 
     def at_rate(self, rate: float) -> FleetRequests:
         """Return the requests at another mean rate; infinite: all arrive at once."""
@@ -98,13 +96,7 @@ def traffic_of(model: str, traffic: str, seed: int, count: int, data: Path) -> T
     for number in range(groups):
         mine = np.flatnonzero(group == number)
         recorded[mine] = np.resize(rng.permutation(np.flatnonzero(turns.turn == number)), len(mine))
-    return Traffic(
-        turns,
-        replace(drawn, recorded=recorded),
-        group == groups - 1,
-        _known(turns, mix[0], rng),
-        round(SHIFT * count) if traffic == ABRUPT else None,
-    )
+    return Traffic(turns, replace(drawn, recorded=recorded), group == groups - 1, _known(turns, mix[0], rng))
 
 
 def _known(turns: Turns, mix: NDArray[np.float64], rng: Generator) -> Calibration:

@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 import numpy as np
 
@@ -35,9 +35,9 @@ from coterie.engines.transformers.permute.tensors import (
     row_bytes,
     rows_by_layer,
 )
-from coterie.errors import ConfigError, TraceError, UnavailableError, check, check_file, check_one_of, read_json
+from coterie.errors import ConfigError, UnavailableError, check, check_file, check_one_of, read_json
 from coterie.placement import PlacementMap, write_map
-from coterie.traces.store import write_json
+from coterie.traces.store import new_path, write_json
 from coterie.types import Placement, Report
 
 Ties = Literal["refuse", "lowest_index"]
@@ -174,18 +174,16 @@ def _read(folder: Path) -> _Source:
     shards = [read_shard(path) for path in paths]
     tensors: dict[str, Tensor] = {}
     for shard in shards:
-        twice = next((name for name in shard.tensors if name in tensors), None)
-        if twice is not None:
-            raise TraceError(shard.path, twice, "is in another file of the checkpoint too")
+        twice = ", ".join(sorted(shard.tensors.keys() & tensors.keys()))
+        check_file(not twice, shard.path, twice, "is in another file of the checkpoint too")
         tensors |= shard.tensors
     return _Source(folder, config, shards, find_blocks(folder, tensors))
 
 
 def _weight_map(folder: Path) -> dict[str, Any]:
     weight_map = read_json(folder / _INDEX).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise TraceError(folder / _INDEX, "weight_map", "must be an object: tensor → file")
-    return weight_map
+    check_file(isinstance(weight_map, dict), folder / _INDEX, "weight_map", "must be an object: tensor → file")
+    return cast(dict[str, Any], weight_map)
 
 
 def _main_blocks(source: _Source) -> list[Block]:
@@ -234,12 +232,10 @@ def _write(
 ) -> tuple[tuple[str, ...], int]:
     """Write the folder; return the names left out and the number of tensors changed."""
     names, moves = _changes(blocks, rows)
-    target.absolute().parent.mkdir(parents=True, exist_ok=True)
-    beside = target.absolute().with_name(f".{target.name}.{os.getpid()}.tmp")
-    beside.mkdir()
-    try:
-        left_out = []
-        shards = {shard.path.name for shard in source.shards}
+    left_out = []
+    shards = {shard.path.name for shard in source.shards}
+    with new_path(target) as beside:
+        beside.mkdir()
         for path in sorted(source.folder.iterdir()):
             if path.name in shards:
                 continue
@@ -254,13 +250,6 @@ def _write(
             report("Writing shards", number, len(source.shards))
             _write_shard(shard, beside / shard.path.name, names, moves)
         write_map(beside / RECORD, record)
-        check_new_checkpoint(target, source.folder)  # again: a clear message if the target was created meanwhile
-        beside.rename(target)
-    except OSError as error:
-        raise UnavailableError(f"{target} cannot be written: {error.strerror or error}") from None
-    finally:
-        if beside.exists():
-            shutil.rmtree(beside)
     return tuple(left_out), len(moves) + sum(old != new for old, new in names.items())
 
 

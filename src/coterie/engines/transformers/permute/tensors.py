@@ -219,8 +219,7 @@ def rows_by_layer(
         f"the placement has {placement.num_layers} layers; the model has {len(ids)} MoE layers",
     )
     missing = sorted(set(ids) - set(moe_layers))
-    if missing:
-        raise ConfigError(f"the placement is for layer {missing[0]}, which is not a MoE layer of the model")
+    check(not missing, f"the placement is for layers {missing}, which are not MoE layers of the model")
     rows = placement.slot_experts.astype(np.int64)
     for layer, row in zip(ids, rows, strict=True):
         _check_groups(layer, row, groups)
