@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from coterie.answers.plan.changes import AsItPays, NewestRequests, Periodic
 from coterie.control import AdviceSettings, LoopShape, PlacementAdvisor
 from coterie.costs.presets import step_model
 from coterie.placement import Load, Objective, planners
@@ -30,6 +29,7 @@ from coterie.sim.fleet.requests import FleetRequests
 from coterie.sim.group.serving import GroupController, GroupPrices, GroupServedRun, ServeSettings, ServingGroup
 from coterie.types import Placement, Topology
 from coterie_lab.suites.drift.traffic import GLM
+from coterie_lab.suites.together.controllers import AsItPays, NewestRequests, Periodic
 from coterie_lab.suites.together.outcomes import LIGHT, Outcome, Served, capacity, limits_of, outcome_of
 from coterie_lab.suites.together.rows import Compared, Pair
 from coterie_lab.suites.together.traffic import Traffic, traffic_of
