@@ -4,8 +4,7 @@
 
 Starts the servers together, records and fits a router on some of the requests, and serves the others under round robin,
 join-shortest-queue, locality band and latency-aware routing. Distinct experts are counted by the plugin inside the
-servers, step by step. What the fleet simulator says of the same runs, with step times of the recording, stands beside
-it. Prints one JSON object; exit code 1 if a router changed a token.
+servers, step by step. Prints one JSON object; exit code 1 if a router changed a token.
 """
 
 from __future__ import annotations
@@ -35,12 +34,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from coterie.answers.demo.runs import REFERENCE_SHAPE, predicted_step_ms
     from coterie.costs.presets import step_model
     from coterie.engines.calibration.timing import describe_software
-    from coterie.engines.tiny import tiny_model_path
     from coterie.engines.vllm.settings import ConnectorSettings
-    from coterie.models import get_model, model_from_config
+    from coterie.models import get_model
     from coterie.prompts import load_prompts, read_prompts, take_in_turn
     from routed_loop import DecodeWorker, LoopSettings, run_loop
-    from routed_prediction import predict
     from vllm_servers import BLOCK_SIZE, Fleet, hand_over
 
     prompts = take_in_turn(read_prompts(options.prompts) if options.prompts else load_prompts(), options.requests)
@@ -71,9 +68,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
         result = asyncio.run(run_loop([prefill.url], workers, prompts, settings, report))
     model = step_model(get_model(REFERENCE_SHAPE), "h200")
-    line, predictions = predict(result, model_from_config(tiny_model_path()), settings)
     rows = []
-    for one, said in zip(result.runs, predictions, strict=True):
+    for one in result.runs:
         rows.append(
             {
                 "router": one.router,
@@ -94,27 +90,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 "per_worker": one.per_worker,
                 "footprints": one.counts.footprints,
                 "incomplete": one.counts.incomplete,
-                "measured": _rounded(said.measured),
-                "simulated": _rounded(said.predicted),
             }
         )
     return {
         "decoders": options.decoders,
         "in_flight": options.in_flight,
         "calibrated": result.calibrated,
-        "step_line_ms": {"fixed": round(1e3 * line.fixed_s, 2), "row": round(1e3 * line.row_s, 3), "steps": line.steps},
-        "speeds": [round(speed, 3) for speed in line.speeds],
-        "outside_s": round(line.outside_s, 3),
         "fit_s": round(result.fit_s, 3),
         "differing": result.differing(),
         "shape": REFERENCE_SHAPE,
         "rows": rows,
         "software": describe_software(),
     }
-
-
-def _rounded(figures: Any) -> dict[str, float]:
-    return {name: round(value, 3) for name, value in figures._asdict().items()}
 
 
 def main() -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.answers.plan.changes import AsItPays, Periodic, change_to
-from coterie.answers.plan.memory import RankMemory, kv_memory
 from coterie.control import AdviceSettings, LoopShape, PlacementAdvisor
 from coterie.costs.movement import Contention
 from coterie.costs.presets import step_model
@@ -110,11 +108,3 @@ def test_a_change_moves_what_differs(seed: int, before: int, after: int) -> None
     assert list(change.moved_s) == sorted(change.moved_s)
     assert change.exposed == 1.0
     assert 0 < change_to(current, target, Topology(RANKS), 1e6, PATHS).exposed < 1.0
-
-
-def test_slots_take_kv_memory() -> None:
-    memory = kv_memory(SPEC, "bf16", RANKS, 1e9)
-    slot_bytes = LAYERS * SPEC.expert_bytes("bf16")
-    assert memory(4) == int(RankMemory(SPEC, "bf16", 16, RANKS, 1e9).kv_tokens or 0) > memory(5)
-    assert memory(4) - memory(5) == pytest.approx(slot_bytes / SPEC.kv_bytes_per_token, abs=1)
-    assert kv_memory(SPEC, "bf16", RANKS, 1e3)(4) == 0
