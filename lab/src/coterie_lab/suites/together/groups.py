@@ -101,9 +101,7 @@ class NewestRequests:  # that ended, as the live loop keeps them
 
 
 @dataclass(slots=True)
-class Periodic:
-    """Plans every interval for the last one's load, or single steps of `requests`, as engines' EPLB does: always."""
-
+class Periodic:  # plans every interval for the last one's load, or steps of `requests`, as engines' EPLB does: always
     planner: Planner
     placement: Placement
     topology: Topology
@@ -136,12 +134,8 @@ class AsItPays:
     """Passes loads to the live loop's advisor, none while weights move, and makes the changes that it advises."""
 
     def __init__(self, advisor: PlacementAdvisor, contention: Any = None, late_s: float = 0.0) -> None:
-        self.advisor, self.contention, self.late_s, self.every_s = (
-            advisor,
-            contention,
-            late_s,
-            advisor.settings.window_s,
-        )
+        self.advisor, self.contention = advisor, contention
+        self.every_s, self.late_s = advisor.settings.window_s, late_s
         advisor.bind({str(rank): rank for rank in range(advisor.topology.num_ranks)})
         advisor.tick(0.0)
         self._requests = NewestRequests(advisor.shape.top_k)
