@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.answers.fleet.simulation import FleetReport, FleetSettings, requests_of, simulate_fleet
+from coterie.answers.fleet.simulation import FleetReport, FleetSettings, simulate_fleet
 from coterie.costs.movement import Movement
 from coterie.costs.presets import Preset
 from coterie.costs.presets import step_model as preset_model
@@ -21,7 +21,7 @@ from coterie.models import get_model
 from coterie.placement import Load, Objective, Plan, planners
 from coterie.routing import RouterFit
 from coterie.traces.activations import ActivationTrace
-from coterie.traces.readers import Trace, read_trace
+from coterie.traces.readers import Trace, read_trace, requests_of
 from coterie.types import ModelSpec, Placement, Topology, WeightDtype
 
 

@@ -278,7 +278,7 @@ def test_traces_that_lack_what_is_asked(tmp_path: Path) -> None:
     for options, error, said in (
         ({"trace": tmp_path / "load"}, TraceError, "kind: found 'load'"),
         ({"trace": tmp_path / "untimed"}, TraceError, "no arrival times"),
-        ({"arrivals": str(tmp_path / "load")}, TraceError, "kind: found 'load'"),
+        ({"arrivals": str(tmp_path / "load")}, ConfigError, "has no requests"),
         ({"trace": tmp_path / "at-once", "arrivals": "poisson"}, ConfigError, "without experts"),
         ({"trace": tmp_path / "at-once", "rate": 3.0}, ConfigError, "arrive at one time"),
         ({"trace": tmp_path / "plain", "predictor": "token_table"}, ConfigError, "no token_ids"),

@@ -92,7 +92,7 @@ def main(device: str, largest: int) -> None:
     launches = (
         Launch(pairs=True, block=64, warps=1),
         Launch(pairs=False, chunk=64, split=2, block=32, warps=1),
-        Launch(pairs=True, turn=3, block=8192),
+        Launch(pairs=True, block=8192),
         Launch(pairs=False, chunk=256),
     )
     for at, case in enumerate(cases(np.random.default_rng(0), largest)):

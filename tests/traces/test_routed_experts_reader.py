@@ -152,7 +152,7 @@ def test_answers_of_another_shape(tmp_path: Path, rng: np.random.Generator) -> N
         read_trace(write_lines(path, bodies[:1]), options=ReadOptions(model="gpt-oss-20b"))
     payload = {"routed_experts": encode_sglang(distinct_experts(rng, 9, 24, 4, 32))}
     body = {"meta_info": {"prompt_tokens": 4, "completion_tokens": 2, **payload}}
-    with pytest.raises(TraceError, match="has 9 rows of 24 layers x 4, expected 5"):
+    with pytest.raises(TraceError, match="9 rows of 24 layers x 4 int32, expected 5"):
         read_trace(write_lines(path, [body]), options=ReadOptions(model="gpt-oss-20b"))
 
 

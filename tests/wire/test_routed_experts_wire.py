@@ -31,7 +31,7 @@ def test_vllm_round_trip(ids: Any) -> None:
 @given(payloads, st.sampled_from([None, "int32", "int16", "uint16"]))
 def test_sglang_round_trip(ids: Any, dtype: str | None) -> None:
     text = encode_sglang(ids, dtype or "int32")
-    np.testing.assert_array_equal(decode_sglang(text, ids.shape[1], ids.shape[2], dtype), ids)
+    np.testing.assert_array_equal(decode_sglang(text, len(ids), ids.shape[1:2], ids.shape[2], dtype), ids)
 
 
 def test_vllm_is_one_byte_up_to_256_experts() -> None:
@@ -96,11 +96,11 @@ def test_a_header_that_claims_terabytes_allocates_nothing() -> None:
 
 def test_damaged_sglang() -> None:
     with pytest.raises(InputError, match=r"96.* 5 .* 4 int32"):
-        decode_sglang(encode_sglang(IDS), 5, 4)
+        decode_sglang(encode_sglang(IDS), 2, [5], 4)
     with pytest.raises(InputError, match=r"'float8'.*uint8"):
-        decode_sglang(encode_sglang(IDS), 3, 4, "float8")
+        decode_sglang(encode_sglang(IDS), 2, [3], 4, "float8")
     with pytest.raises(InputError, match="is not base64"):
-        decode_sglang("****", 3, 4)
+        decode_sglang("****", 2, [3], 4)
 
 
 @given(st.integers(0, 400), st.integers(0, 255), st.booleans())

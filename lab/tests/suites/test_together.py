@@ -9,8 +9,15 @@ import numpy as np
 import pytest
 
 from coterie.answers.suites import SuiteOptions
+from coterie.control import AdviceSettings, LoopShape, PlacementAdvisor
+from coterie.costs.presets import step_model
+from coterie.models import get_model
+from coterie.placement import Objective, planners
 from coterie.sim.fleet.metrics import LatencyLimits
+from coterie.sim.group.serving import GroupLoads
+from coterie.types import Placement, Topology
 from coterie_lab.suites.together import suite
+from coterie_lab.suites.together.groups import AsItPays, Periodic
 from coterie_lab.suites.together.outcomes import Outcome, Served, capacity, limits_of, outcome_of
 from coterie_lab.suites.together.rows import Cell, Pair, against_rows, pair_rows, recovered_s, run_rows, word_of
 from coterie_lab.suites.together.suite import COMPARED
@@ -129,6 +136,18 @@ def test_losses_are_against_the_baseline_of_the_same_seed() -> None:
     assert base["p99_vs_baseline_pct"] == 0.0
     assert whole["tpot_p50_saving_pct"] == pytest.approx(-10.0)
     assert whole["recovered_s"] is None
+
+
+def test_a_periodic_planner_changes_whenever_nothing_moves_and_the_advisor_only_where_it_pays() -> None:
+    model, linear = step_model(get_model("gpt-oss-20b"), topology=Topology(4)), Placement.linear(24, 32, 4)
+    objective = Objective.of(model, 64, horizon=1e6)
+    skewed = GroupLoads(np.broadcast_to(np.where(np.arange(32) < 8, 90.0, 1.0), (4, 24, 32)), 32, [])
+    always = Periodic(planners.make("eplb", {"objective": objective}), linear, model.topology, 1e7, 0.1)
+    assert [always.tick(at, skewed) is not None for at in (0.1, 0.2)] == [True, False], "weights move"
+    rules, shape = AdviceSettings(window_s=0.1, min_steps=1, cooldown_s=0.0), LoopShape("g", 24, 32, 4, 4)
+    for loads in (skewed, skewed._replace(sources=np.full((4, 24, 32), 9.0))):
+        pays = AsItPays(PlacementAdvisor(shape, model.topology, objective, linear, rules))
+        assert any(pays.tick(0.1 * tick, loads) for tick in range(1, 40)) == (loads is skewed)
 
 
 @pytest.mark.long

@@ -65,13 +65,6 @@ class RhoScore(NamedTuple):
     """Number of layers that the signature keeps, mean over splits."""
 
 
-def check_weighting(weighting: str) -> Weighting:
-    """Return `weighting`, or raise if it needs more than expert counts: live requests carry no gate weights."""
-    if weighting not in CHOICES:
-        raise ConfigError(f"weighting={weighting} must be one of {', '.join(CHOICES)}: requests come with counts")
-    return weighting
-
-
 def fit_and_score(
     trace: ActivationTrace,
     workers: int,
@@ -79,7 +72,7 @@ def fit_and_score(
     *,
     batch: int = 16,
     requests: int = REQUESTS,
-    weighting: str | None = None,
+    weighting: Weighting | None = None,
     speeds: NDArray[np.float64] | None = None,
     report: Report = lambda *_: None,
 ) -> ScoredFit:
@@ -87,7 +80,6 @@ def fit_and_score(
 
     `speeds` [worker] are relative. Without `weighting`, the best one on held-out requests is used.
     """
-    asked = None if weighting is None else check_weighting(weighting)
     known = calibration(trace, np.sort(rng.permutation(trace.num_requests)[:requests]), report)
     order = rng.permutation(len(known.prefill))
     test = np.sort(order[: int(TEST_SHARE * len(order))])
@@ -100,7 +92,7 @@ def fit_and_score(
 
     report("Scoring signatures", 0, 1)
     scores = score_signatures(known) if len(known.prefill) >= FEWEST else []
-    used, why = (asked, "as asked") if asked is not None else choose_weighting(scores, known.take(fit))
+    used, why = (weighting, "as asked") if weighting is not None else choose_weighting(scores, known.take(fit))
     fitted = RouterFit(workers, batch, used, speeds).fit(known.take(fit), rng, note)
     report("Scoring other requests", 0, 1)
     return ScoredFit(

@@ -56,14 +56,18 @@ class Address(NamedTuple):
 
 def read_secret(variable: str, file: Path | None = None) -> str | None:
     """Return the secret from a file or an environment variable, stripped of white space; None if neither is given."""
+    secret = read_key(variable, file)
+    return None if secret is None else check_secret(secret, variable if file is None else str(file))
+
+
+def read_key(variable: str, file: Path | None = None) -> str | None:
+    """Return the text of a file or an environment variable, as :func:`read_secret`, unchecked."""
     if file is None:
-        secret = os.environ.get(variable, "").strip()
-        return check_secret(secret, variable) if secret else None
+        return os.environ.get(variable, "").strip() or None
     try:
-        secret = file.read_text(encoding="utf-8").strip()
+        return file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"{file}: cannot read the secret: {error}") from None
-    return check_secret(secret, str(file))
 
 
 def check_secret(secret: str, where: str) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, check, check_at_least, check_positive, check_share
+from coterie.errors import check, check_at_least, check_positive, check_share
 from coterie.traces.requests import MOST_REQUESTS, RequestTrace
 
 
@@ -112,24 +112,15 @@ def at_rate(arrivals: ArrivalProcess, rate: float) -> ArrivalProcess:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedArrivals:
-    """Arrival times of a recorded trace, which is repeated if it is too short."""
+    """Arrival times of a recorded trace, which is repeated if it is too short. Domains are drawn from the mix."""
 
     trace: RequestTrace
     time_scale: float = 1.0
     """Factor on recorded times: 0.5 replays twice as fast."""
-    domains: tuple[str, ...] | None = None
-    """Names of the domains, to use each request's recorded domain; None draws domains from the mix."""
 
     def __post_init__(self) -> None:
         check_positive(time_scale=self.time_scale)
         check(self.trace.arrival_s is not None and len(self.trace), "replayed arrivals: the trace has no arrival times")
-        if self.domains is not None:
-            if self.trace.domains is None:
-                raise ConfigError("replayed arrivals: domains are asked for, but the trace has none")
-            for name in sorted(set(self.trace.domains) - set(self.domains)):
-                raise ConfigError(
-                    f"replayed arrivals: the trace has domain {name!r}; expected one of {', '.join(self.domains)}"
-                )
 
     def draw(self, count: int, mix: NDArray[np.float64], rng: Generator) -> Arrivals:
         assert self.trace.arrival_s is not None
@@ -139,10 +130,7 @@ class ReplayedArrivals:
         # A lap lasts one mean gap longer than the trace, so that its last request and the next lap's first differ.
         lap_s = times[-1] * (1 + 1 / max(1, len(times) - 1))
         arrival_s = (times[row] + lap * lap_s) * self.time_scale
-        if self.domains is None or self.trace.domains is None:
-            return Arrivals(arrival_s, rng.choice(len(mix), size=count, p=mix))
-        own = np.array([self.domains.index(name) for name in self.trace.domains], np.int64)
-        return Arrivals(arrival_s, own[order][row])
+        return Arrivals(arrival_s, rng.choice(len(mix), size=count, p=mix))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +170,7 @@ class RecordedLengths:
     """[request] tokens."""
     domain: NDArray[np.int64] | None = None
     """[request] index of each recorded request's domain: a new request gets the lengths of a random recorded request of
-    its domain. None replays the lengths in order, repeatedly, to match ReplayedArrivals."""
+    its domain. None replays the lengths in order, repeatedly."""
 
     def __post_init__(self) -> None:
         count = len(self.prompt_tokens)
@@ -190,12 +178,6 @@ class RecordedLengths:
             count and len(self.output_tokens) == count and (self.domain is None or len(self.domain) == count),
             f"recorded lengths: {count} prompts must be at least 1, with as many outputs and domains",
         )
-
-    @classmethod
-    def replay(cls, trace: RequestTrace) -> RecordedLengths:
-        """Return the lengths of a trace in order of arrival."""
-        trace = trace.in_order()
-        return cls(trace.prompt_tokens, trace.output_tokens)
 
     def draw(self, domain: NDArray[np.int64], rng: Generator) -> Lengths:
         row = np.arange(len(domain)) % len(self.prompt_tokens)

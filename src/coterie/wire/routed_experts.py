@@ -13,7 +13,7 @@ from __future__ import annotations
 import base64
 import io
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,33 +65,27 @@ def decode_vllm(payload: str | bytes) -> NDArray[np.integer]:
     return ids
 
 
-def decode_sglang(payload: str | bytes, num_layers: int, top_k: int, dtype: str | None = None) -> NDArray[np.integer]:
-    """Decode SGLang's ``meta_info.routed_experts`` to ids [token, layer, k]; `dtype`: its ``routed_experts_dtype``."""
-    if dtype is not None and dtype not in SGLANG_DTYPES:
-        raise InputError(f"has dtype {dtype!r}, expected one of {', '.join(SGLANG_DTYPES)}")
-    data, code = _decode_base64(payload), np.dtype(SGLANG_DTYPES[dtype or "int32"])
-    row = num_layers * top_k * code.itemsize
+def decode_sglang(
+    payload: str | bytes, rows: int, layers: Sequence[int], top_k: int, dtype: str | None = None
+) -> NDArray[np.integer]:
+    """Decode SGLang's ``meta_info.routed_experts`` to the ids of `rows` tokens, [token, layer, k].
+
+    `layers` are the numbers of layers that the payload may have: all of the model, or its MoE layers only.
+    `dtype` is the answer's ``routed_experts_dtype``.
+    """
     check(
-        row >= 1 and len(data) % row == 0,
-        f"has {len(data)} bytes, not a multiple of {num_layers} layers x {top_k} {code.name}",
+        dtype is None or dtype in SGLANG_DTYPES,
+        f"has dtype {dtype!r}, expected one of {', '.join(SGLANG_DTYPES)}",
         InputError,
     )
-    return np.frombuffer(data, code).reshape(-1, num_layers, top_k)
-
-
-def decode_sglang_rows(payload: str, spec: ModelSpec, rows: int, dtype: str | None = None) -> NDArray[np.integer]:
-    """Decode the ids of `rows` tokens; the payload has all hidden layers of the model, or its MoE layers only."""
-    problem = ""
-    for layers in (spec.num_layers, spec.num_moe_layers):
-        try:
-            ids = decode_sglang(payload, layers, spec.top_k, dtype)
-        except InputError as error:
-            problem = problem or str(error)
-            continue
-        if len(ids) == rows:
-            return ids
-        problem = f"has {len(ids)} rows of {layers} layers x {spec.top_k}, expected {rows} ({spec.name})"
-    raise InputError(problem)
+    data, code = _decode_base64(payload), np.dtype(SGLANG_DTYPES[dtype or "int32"])
+    for count in layers:
+        if len(data) == rows * count * top_k * code.itemsize:
+            return np.frombuffer(data, code).reshape(rows, count, top_k)
+    size = len(data) / (layers[0] * top_k * code.itemsize)
+    raise InputError(
+        f"has {len(data)} bytes: {size:g} rows of {layers[0]} layers x {top_k} {code.name}, expected {rows}"
+    )
 
 
 # Answers of SGLang with routed experts:
@@ -133,9 +127,15 @@ def parse_sglang_answer(body: Mapping[str, Any], spec: ModelSpec | None) -> Rout
     if spec is None:
         raise InputError("carries routed_experts without a shape, as SGLang sends them: name a known model")
     try:
-        ids = decode_sglang_rows(payload, spec, prompt + output - 1, _first(places, "routed_experts_dtype", str))
+        ids = decode_sglang(
+            payload,
+            prompt + output - 1,
+            (spec.num_layers, spec.num_moe_layers),
+            spec.top_k,
+            _first(places, "routed_experts_dtype", str),
+        )
     except InputError as error:
-        raise InputError(f"routed_experts {error}; the last generated token has no row") from None
+        raise InputError(f"routed_experts {error} ({spec.name}); the last generated token has no row") from None
     before, after = _first(places, "prompt_token_ids", list), _first(places, "output_ids", list)
     after = after or _first(places, "token_ids", list)
     listed = len(before or ()) == prompt and len(after or ()) == output

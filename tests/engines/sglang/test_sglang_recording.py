@@ -274,7 +274,7 @@ def test_an_answer_without_experts_is_told_from_a_wrong_one() -> None:
         (wrong(routed_experts="****"), "is not base64"),
         (wrong(routed_experts="AAAA"), "has 3 bytes"),
         (wrong(routed_experts_dtype="float8"), "dtype 'float8'"),
-        (wrong(prompt_tokens=4), "has 3 rows of 27 layers x 6, expected 4"),
+        (wrong(prompt_tokens=4), "3 rows of 27 layers x 6 int32, expected 4"),
         (wrong(routed_experts=encode_sglang(with_dense_layers(routing([1, 2, 3])) + 60)), "has 64 experts"),
         (wrong(routed_experts=encode_sglang(with_dense_layers(routing([1, 2, 3])) - 1)), "from -1"),
     ],

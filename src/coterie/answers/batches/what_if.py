@@ -45,7 +45,7 @@ from coterie.predictors import predictors
 from coterie.prompts import read_prompts
 from coterie.sim.metrics import Run, RunSummary, summarise_run
 from coterie.traces import ActivationTrace, RequestTrace
-from coterie.traces.readers import ReadOptions, Trace, kind_of, read_trace
+from coterie.traces.readers import ReadOptions, Trace, kind_of, read_trace, requests_of
 from coterie.traces.readers.routed_experts import find_model
 from coterie.traces.store import write_json
 from coterie.types import BYTES_PER_WEIGHT, ModelSpec, Placement, Topology, WeightDtype
@@ -280,11 +280,7 @@ def _arrivals(options: SimulateOptions) -> tuple[str | RequestTrace | None, str]
     if asked is None or asked in PATTERNS:
         return asked, asked or "poisson"
     check(Path(asked).exists(), f"arrivals={asked!r} must be {', '.join(PATTERNS)}, or a trace; no file has that name")
-    read = read_trace(asked)
-    read = read.requests if isinstance(read, ActivationTrace) else read
-    if not isinstance(read, RequestTrace):
-        raise TraceError(asked, "kind", f"found {kind_of(read)!r}, expected 'requests' or 'activations'")
-    return _timed(read, asked), asked
+    return _timed(requests_of(asked), asked), asked
 
 
 def _timed(trace: RequestTrace, name: str) -> RequestTrace:

@@ -31,9 +31,7 @@ from coterie.routing.base import routers as known_routers
 from coterie.routing.calibration import calibration
 from coterie.sim import FleetConfig, FleetSummary, run_fleet, summarise_fleet
 from coterie.sim.fleet.requests import FleetRequests, Recordings, draw_requests, phase_recordings, split_recordings
-from coterie.traces import LoadTable
 from coterie.traces.activations import ActivationTrace
-from coterie.traces.readers import Trace
 from coterie.traces.requests import RequestTrace
 from coterie.types import INFINIBAND_400G, Interval
 
@@ -325,13 +323,6 @@ def _run(source: Source, model: StepModel, settings: FleetSettings, seed: int) -
     left_out = len(source.counts.requests) - len(halves.test) - (len(halves.fit) if settings.fitted else 0)
     overlap = len(halves.test) / left_out if left_out > 0 else np.inf
     return _Split(served, len(recordings), overlap, bench.config.places, skipped)
-
-
-def requests_of(trace: Trace) -> RequestTrace:
-    """Return the request table (arrival times and lengths) of a trace; raise for a load table."""
-    if isinstance(trace, LoadTable):
-        raise ConfigError("a load table has no requests; arrivals need a trace of requests")
-    return trace.requests if isinstance(trace, ActivationTrace) else trace
 
 
 def _unseen(source: Source, fitted: RouterFit, settings: FleetSettings, seed: int) -> Halves:

@@ -59,6 +59,7 @@ FEW_REQUESTS = 100
 NOTHING_PCT = 1.0
 """Saving of distinct experts, in percent, below which grouping is called next to nothing."""
 _UNTIMED, _AT_ONCE = "no arrival times", "all requests arrive at once"
+_UNEVEN = "no power of two up to 32 divides {} experts"
 _OF_DECODE = ("phase_correlation", "distinct_experts", "padding")
 _OF_ACTIVATIONS = ("load", "layers", "rank_imbalance", "domains", "drift", *_OF_DECODE)
 _OF_REQUESTS = ("arrivals", "prompt_lengths", "output_lengths", "prefix_sharing")
@@ -145,7 +146,7 @@ def _inspect_activations(trace: ActivationTrace, name: str, rng: Generator, prog
         "phase_correlation": f"no {which}request has both prefill and decode tokens",
         "distinct_experts": "the trace has no decode tokens",
         "domains": one_domain,
-        **_reasons(load),
+        "rank_imbalance": _UNEVEN.format(meta.num_experts),
     }
     padding, reasons["padding"] = _padding(meta, counted.samples, rng.spawn(1)[0])
     order = "the order of requests in time is not known, and that of a file may be by topic"
@@ -208,7 +209,7 @@ def _inspect_load(table: LoadTable, name: str, rng: Generator, window: str | Non
         similarity = domains.similarity(loads)
         reasons["domains"] = f"all windows are of one domain, {domains.names[0]}"
     return _inspection(
-        reasons | _reasons(load),
+        reasons | {"rank_imbalance": _UNEVEN.format(table.num_experts)},
         trace=name,
         kind="load",
         model=table.model,
@@ -269,10 +270,6 @@ def _load_parts(load: NDArray[np.integer], layer_ids: Sequence[int]) -> dict[str
         "layers": layer_loads(load, layer_ids),
         "rank_imbalance": rank_imbalances(load) or None,
     }
-
-
-def _reasons(load: NDArray[np.integer]) -> dict[str, str]:
-    return {"rank_imbalance": f"no power of two up to 32 divides {load.shape[1]} experts"}
 
 
 def _request_parts(table: RequestTrace) -> dict[str, Any]:

@@ -199,8 +199,6 @@ class LoadClient:
         self.url = server_url(url)
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._open: aiohttp.ClientSession | None = None
-        self.resent = 0
-        """Number of requests sent again because the server had closed the kept-alive connection."""
 
     async def __aenter__(self) -> Self:
         trace = aiohttp.TraceConfig()
@@ -256,7 +254,6 @@ class LoadClient:
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
             if not noted.reused or noted.answered:
                 raise
-            self.resent += 1
             await self._post(asking, body, answer, name, noted)
 
     async def _post(

@@ -7,9 +7,7 @@ split over the ranks. KV cache, activations and workspace are not counted: they 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from coterie.costs.presets import Preset
 from coterie.errors import ConfigError
@@ -114,15 +112,6 @@ class RankMemory:
         if most >= self.spec.num_experts:
             found.append(f"--slots {most} ({gigabytes(self._slot_bytes * most / self.ranks)})")
         return found
-
-
-def kv_memory(spec: ModelSpec, dtype: WeightDtype, ranks: int, device_bytes: float) -> Callable[[int], int]:
-    """Return a function of a rank's slots in a layer that gives the tokens whose KV cache fits beside them."""
-    return partial(_kv_tokens, spec, dtype, ranks, device_bytes)
-
-
-def _kv_tokens(spec: ModelSpec, dtype: WeightDtype, ranks: int, device_bytes: float, slots_per_rank: int) -> int:
-    return int(RankMemory(spec, dtype, slots_per_rank * ranks, ranks, device_bytes).kv_tokens or 0)
 
 
 def device_bytes(preset: Preset) -> float | None:

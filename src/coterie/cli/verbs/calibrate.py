@@ -129,10 +129,8 @@ def _by_tables(model: str, system: str, engine: str, source: str, name: str) -> 
 def _measured(model: str, engine: str, trace: Path | None, **given: Any) -> Preset:
     from coterie.engines.calibration.calibrate import calibrate
     from coterie.traces.activations import ActivationTrace
-    from coterie.traces.readers import read_trace
+    from coterie.traces.readers import read_as
 
     check_one_of(("vllm",), engine=engine)
-    routing = None if trace is None else read_trace(trace)
-    if routing is not None and not isinstance(routing, ActivationTrace):
-        raise ConfigError(f"{trace} has no routing: steps are imposed from recorded activations")
+    routing = None if trace is None else read_as(ActivationTrace, trace)
     return calibrate(Path(model), trace=routing, **given)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -21,7 +21,11 @@ from coterie.cli.output import (
     reporting,
     shell,
 )
+from coterie.errors import check_one_of
 from coterie.units import parse_speeds
+
+if TYPE_CHECKING:
+    from coterie.footprints.signatures import Weighting
 
 
 def fit_command(
@@ -61,12 +65,12 @@ def fit_command(
     """Fit a router to a trace: request signatures, clusters and a forecast of decode experts."""
     import numpy as np
 
-    from coterie.answers.fit import REQUESTS, check_weighting, fit_and_score
+    from coterie.answers.fit import CHOICES, REQUESTS, fit_and_score
     from coterie.routing import RouterFit
     from coterie.routing.fleet import checked_speeds
 
     if weighting is not None:
-        check_weighting(weighting)
+        check_one_of(CHOICES, weighting=weighting)
     check_output(output, "--output", "a fitted router", RouterFit.load, [trace])
     rates = None if speeds is None else checked_speeds([*parse_speeds(speeds, workers)], workers)
     opened = read_activations(trace, from_, model, num_experts)
@@ -77,7 +81,7 @@ def fit_command(
             np.random.default_rng(seed),
             batch=batch,
             requests=requests or REQUESTS,
-            weighting=weighting,
+            weighting=cast("Weighting | None", weighting),
             speeds=rates,
             report=report,
         )

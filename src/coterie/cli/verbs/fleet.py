@@ -158,8 +158,7 @@ def fleet_command(
 
 
 def _arrivals(asked: str, own: RequestTrace) -> RequestTrace | None:
-    from coterie.answers.fleet.simulation import requests_of
-    from coterie.traces.readers import read_trace
+    from coterie.traces.readers import requests_of
 
     if asked == "closed":
         return None
@@ -169,7 +168,7 @@ def _arrivals(asked: str, own: RequestTrace) -> RequestTrace | None:
         )
         return own
     check(Path(asked).exists(), f"--arrivals={asked} must be closed, trace, or a file of requests that exists")
-    return requests_of(read_trace(asked))
+    return requests_of(asked)
 
 
 def _said(arrivals: str, rate: float | None) -> str:

@@ -37,14 +37,13 @@ def pairs_kernel(  # type: ignore[no-untyped-def]
     stride,
     parts,
     K: tl.constexpr,
-    TURN: tl.constexpr,
     EXPERTS: tl.constexpr,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Sort and copy in one launch; with BLOCK 0, only sort.
 
-    Grid: (ceil(tokens / TURN) + ceil(experts / EXPERTS)) x parts programs.
+    Grid: (tokens + ceil(experts / EXPERTS)) x parts programs.
     """
     program = tl.program_id(0) // parts
     part = tl.program_id(0) % parts
@@ -53,27 +52,23 @@ def pairs_kernel(  # type: ignore[no-untyped-def]
     inside = every < entries
     found = _expert(ids, every, inside, experts)
     key = tl.where(inside, found * PADDED + every, 0x7FFFFFFF)  # order by expert, then by entry: a stable sort
-    groups = (tokens + TURN - 1) // TURN
-    if program < groups:
-        for turn in range(TURN):
-            token = program * TURN + turn
-            if token < tokens:
-                columns = part * BLOCK + tl.arange(0, BLOCK if BLOCK > 0 else 1)
-                keep = columns < width
-                if BLOCK > 0:
-                    row = tl.load(hidden + token.to(tl.int64) * stride + columns, mask=keep)
-                for slot in tl.static_range(K):
-                    entry = token * K + slot
-                    mine = _expert(ids, entry, entry < entries, experts) * PADDED + entry
-                    place = tl.sum((key < mine).to(tl.int32), axis=0)
-                    if part == 0:
-                        tl.store(places + entry, place)
-                        tl.store(order + place, entry)
-                    if BLOCK > 0:
-                        tl.store(rows + place.to(tl.int64) * width + columns, row, mask=keep)
+    if program < tokens:
+        columns = part * BLOCK + tl.arange(0, BLOCK if BLOCK > 0 else 1)
+        keep = columns < width
+        if BLOCK > 0:
+            row = tl.load(hidden + program.to(tl.int64) * stride + columns, mask=keep)
+        for slot in tl.static_range(K):
+            entry = program * K + slot
+            mine = _expert(ids, entry, entry < entries, experts) * PADDED + entry
+            place = tl.sum((key < mine).to(tl.int32), axis=0)
+            if part == 0:
+                tl.store(places + entry, place)
+                tl.store(order + place, entry)
+            if BLOCK > 0:
+                tl.store(rows + place.to(tl.int64) * width + columns, row, mask=keep)
     elif part == 0:
-        for turn in tl.static_range(EXPERTS):
-            expert = (program - groups) * EXPERTS + turn
+        for at in tl.static_range(EXPERTS):
+            expert = (program - tokens) * EXPERTS + at
             if expert < experts:
                 end = tl.sum((key < (expert + 1) * PADDED).to(tl.int32), axis=0)
                 start = tl.sum((key < expert * PADDED).to(tl.int32), axis=0)

@@ -49,8 +49,6 @@ class Launch:
 
     pairs: bool
     """True: one launch that compares all pairs of entries. False: chunk tables, then places, then the copy."""
-    turn: int = 1
-    """Tokens per program, processed one after the other (pairs)."""
     chunk: int = 512
     """Entries per chunk (tables)."""
     split: int = 1
@@ -142,7 +140,7 @@ def _launch_pairs(ids: Any, hidden: Any, rows: Any, routed: SortedBatch, launch:
     experts, per_program = len(routed.counts), 8
     width = 0 if hidden is None else hidden.shape[1]
     block, parts = column_blocks(width, launch.block) if width else (0, 1)
-    programs = -(-tokens // launch.turn) + -(-experts // per_program)
+    programs = tokens + -(-experts // per_program)
     pairs_kernel[(programs * parts,)](
         ids,
         ids if hidden is None else hidden,
@@ -154,7 +152,6 @@ def _launch_pairs(ids: Any, hidden: Any, rows: Any, routed: SortedBatch, launch:
         0 if hidden is None else hidden.stride(0),
         parts,
         K=k,
-        TURN=launch.turn,
         EXPERTS=per_program,
         PADDED=max(32, 1 << (ids.numel() - 1).bit_length()),
         BLOCK=block,

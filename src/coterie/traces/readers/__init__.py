@@ -2,8 +2,29 @@
 
 from coterie.registry import import_modules
 from coterie.traces.readers._rows import read_unpacked
-from coterie.traces.readers.base import Reader, ReadOptions, Trace, detect, kind_of, read_as, read_trace, readers
+from coterie.traces.readers.base import (
+    Reader,
+    ReadOptions,
+    Trace,
+    detect,
+    kind_of,
+    read_as,
+    read_trace,
+    readers,
+    requests_of,
+)
 
 import_modules(__name__)
 
-__all__ = ["ReadOptions", "Reader", "Trace", "detect", "kind_of", "read_as", "read_trace", "read_unpacked", "readers"]
+__all__ = [
+    "ReadOptions",
+    "Reader",
+    "Trace",
+    "detect",
+    "kind_of",
+    "read_as",
+    "read_trace",
+    "read_unpacked",
+    "readers",
+    "requests_of",
+]

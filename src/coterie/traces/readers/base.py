@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from coterie.errors import TraceError, UnfinishedWarning, check_file, check_input_file
+from coterie.errors import ConfigError, TraceError, UnfinishedWarning, check_file, check_input_file
 from coterie.registry import Registry
 from coterie.traces.activations import ActivationTrace
 from coterie.traces.load import LoadTable
@@ -92,6 +92,15 @@ def read_as(kind: type[T], path: Path, format: str | None = None) -> T:
     if not isinstance(trace, kind):
         raise TraceError(path, "kind", f"found {kind_of(trace)!r}, expected {KIND_NAMES[kind]!r}")
     return trace
+
+
+def requests_of(trace: Trace | str | Path) -> RequestTrace:
+    """Return the request table (arrival times and lengths) of a trace or of its file; raise for a load table."""
+    if isinstance(trace, str | Path):
+        trace = read_trace(trace)
+    if isinstance(trace, LoadTable):
+        raise ConfigError("a load table has no requests; arrivals need a trace of requests")
+    return trace.requests if isinstance(trace, ActivationTrace) else trace
 
 
 def kind_of(trace: Trace) -> str:

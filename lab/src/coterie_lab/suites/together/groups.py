@@ -14,20 +14,31 @@ are shorter by one factor.
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from coterie.answers.plan.changes import AsItPays, NewestRequests, Periodic
-from coterie.control import AdviceSettings, LoopShape, PlacementAdvisor
+from coterie.answers.plan.changes import change_to
+from coterie.control import AdviceSettings, LoadSeen, LoopShape, PlacementAdvisor
+from coterie.control.advice import MOST_REQUESTS, with_steps
+from coterie.control.traffic import Kept
 from coterie.costs.presets import step_model
-from coterie.placement import Load, Objective, planners
+from coterie.placement import Load, Objective, Planner, planners
 from coterie.placement.scenarios import steps_of_requests
 from coterie.routing import RouterFit, routers
-from coterie.sim.fleet.requests import FleetRequests
-from coterie.sim.group.serving import GroupController, GroupPrices, GroupServedRun, ServeSettings, ServingGroup
+from coterie.sim.fleet.requests import FinishedRequest, FleetRequests
+from coterie.sim.group.serving import (
+    GroupController,
+    GroupLoads,
+    GroupPrices,
+    GroupServedRun,
+    Rebalance,
+    ServeSettings,
+    ServingGroup,
+)
 from coterie.types import Placement, Topology
 from coterie_lab.suites.drift.traffic import GLM
 from coterie_lab.suites.together.outcomes import LIGHT, Outcome, Served, capacity, limits_of, outcome_of
@@ -76,6 +87,78 @@ CONFIGS: dict[str, tuple[Config, ...]] = {
 
 def name_of(config: Config) -> str:
     return ", ".join(config)
+
+
+class NewestRequests:  # that ended, as the live loop keeps them
+    def __init__(self, top_k: int) -> None:
+        self.kept, self._top_k, self._serial = deque[Kept](maxlen=2 * MOST_REQUESTS), top_k, 0
+
+    def add(self, ended: list[FinishedRequest]) -> None:
+        for one in ended:
+            tokens = float(one.decode[0].sum()) / self._top_k
+            self.kept.append(Kept(self._serial, one.at_s, str(one.worker), one.prefill, one.decode, tokens))
+            self._serial += 1
+
+
+@dataclass(slots=True)
+class Periodic:  # plans every interval for the last one's load, or steps of `requests`, as engines' EPLB does: always
+    planner: Planner
+    placement: Placement
+    topology: Topology
+    expert_bytes: float
+    every_s: float
+    late_s: float = 0.0
+    contention: Any = None
+    by_source: bool = False
+    requests: NewestRequests | None = None
+    moving: bool = False
+
+    def tick(self, _now_s: float, loads: GroupLoads) -> Rebalance | None:
+        if self.requests is not None:
+            self.requests.add(loads.ended)
+        if self.moving or not loads.steps or not loads.sources.any():
+            return None
+        load = Load(loads.sources.sum(axis=0), loads.steps, loads.sources if self.by_source else None)
+        if self.requests is not None:
+            load = with_steps(load, tuple(self.requests.kept), np.random.default_rng(0))
+        plan = self.planner.plan(load, self.topology, self.placement)
+        change = change_to(self.placement, plan.placement, self.topology, self.expert_bytes, self.contention)
+        self.moving = bool(change.layers)
+        return change if self.moving else None
+
+    def landed(self, _now_s: float, placement: Placement) -> None:
+        self.placement, self.moving = placement, False
+
+
+class AsItPays:
+    """Passes loads to the live loop's advisor, none while weights move, and makes the changes that it advises."""
+
+    def __init__(self, advisor: PlacementAdvisor, contention: Any = None, late_s: float = 0.0) -> None:
+        self.advisor, self.contention = advisor, contention
+        self.every_s, self.late_s = advisor.settings.window_s, late_s
+        advisor.bind({str(rank): rank for rank in range(advisor.topology.num_ranks)})
+        advisor.tick(0.0)
+        self._requests = NewestRequests(advisor.shape.top_k)
+        self._moving: int | None = None
+
+    def tick(self, now_s: float, loads: GroupLoads) -> Rebalance | None:
+        advisor = self.advisor
+        self._requests.add(loads.ended)
+        if self._moving is not None:
+            return None
+        for rank, counted in enumerate(loads.sources if loads.steps else ()):
+            advisor.observe(LoadSeen(now_s, str(rank), counted, loads.steps, self.every_s))
+        advisor.tick(now_s, tuple(self._requests.kept))
+        if (advice := advisor.advice) is None or advice.plan is None:
+            return None
+        self._moving = advice.id
+        then, each = advice.plan.placement, advisor.objective.expert_bytes
+        return change_to(advisor.placement, then, advisor.topology, each, self.contention, advice.reason)
+
+    def landed(self, _now_s: float, _placement: Placement) -> None:
+        if self._moving is not None:
+            self.advisor.applied(self._moving)
+        self._moving = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

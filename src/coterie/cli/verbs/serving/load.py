@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from functools import partial
 from pathlib import Path
@@ -21,12 +20,11 @@ from coterie.cli.output import (
     set_width,
     shell,
 )
-from coterie.errors import CoterieError, InputError, check
+from coterie.errors import CoterieError, check
 
 if TYPE_CHECKING:
     from coterie.answers.load.measure import LoadSettings
     from coterie.answers.load.report import LoadReport, Row
-    from coterie.traces.requests import RequestTrace
     from coterie.types import Interval
 
 DEFAULT_CONCURRENCY = 8
@@ -167,6 +165,7 @@ def load_command(
     from coterie.answers.load.workload import SharedPrefixes
     from coterie.net.http_client import server_url
     from coterie.prompts import load_prompts, read_prompts
+    from coterie.traces.readers import requests_of
 
     check_results(out_folder, "load", figure_results("load", "url"), (arrivals, prompts))
     if concurrency is None and rate is None and arrivals is None:
@@ -179,7 +178,7 @@ def load_command(
         max_tokens=max_tokens,
         rate=rate,
         concurrency=concurrency,
-        trace=None if arrivals is None else _trace(arrivals),
+        trace=None if arrivals is None else requests_of(arrivals),
         speed_up=speed_up,
         length_scale=length_scale,
         prefixes=SharedPrefixes(hit_rate=hit_rate, turns=turns, systems=systems)
@@ -228,29 +227,14 @@ def load_command(
 
 def _key(path: Path | None, variable: str) -> str | None:
     """Read a key from its file or the environment; never from the command line, which all users can see."""
-    if path is None:
-        text, where = os.environ.get(variable) or None, variable
-    else:
-        try:
-            text, where = path.read_text(encoding="ascii"), str(path)
-        except UnicodeDecodeError:
-            raise InputError(f"{path} must hold a key of ASCII characters") from None
-    if text is None:
-        return None
-    key = text.strip()
+    from coterie.net.access import read_key
+
+    key = read_key(variable, path)
     check(
-        key and key.isascii() and key.isprintable() and " " not in key,
-        f"{where} must hold one key: printable ASCII characters without spaces",
-        InputError,
+        key is None or (key and key.isascii() and key.isprintable() and " " not in key),
+        f"{path or variable} must hold one key: printable ASCII characters without spaces",
     )
     return key
-
-
-def _trace(path: Path) -> RequestTrace:
-    from coterie.answers.fleet.simulation import requests_of
-    from coterie.traces.readers import read_trace
-
-    return requests_of(read_trace(path))
 
 
 def _next(settings: LoadSettings, report: LoadReport) -> str:
