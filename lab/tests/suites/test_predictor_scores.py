@@ -67,10 +67,9 @@ def test_measures_are_brute_force(drawn: tuple[Any, Any, Any]) -> None:
         expected[2, r, layer] = brute_recall(p, t, min(2 * k, experts))
         expected[3, r, layer] = brute_recall(p, t, min(16, experts))
     for measure, values in zip(found[1:], expected, strict=True):
-        np.testing.assert_allclose(measure.by_layer, values.mean(axis=0))
-        np.testing.assert_allclose(measure.over_requests.mean, values.mean())
-        assert values.mean(axis=1).min() - 1e-9 <= measure.over_requests.low <= measure.over_requests.high
-        assert measure.over_requests.high <= values.mean(axis=1).max() + 1e-9
+        np.testing.assert_allclose(measure.mean, values.mean())
+        assert values.mean(axis=1).min() - 1e-9 <= measure.low <= measure.high
+        assert measure.high <= values.mean(axis=1).max() + 1e-9
     assert found.requests == len(truth)
 
 
@@ -79,7 +78,7 @@ def test_measures_are_brute_force(drawn: tuple[Any, Any, Any]) -> None:
 def test_the_truth_scores_one_at_any_scale(drawn: tuple[Any, Any, Any], scale: float) -> None:
     _, truth, k = drawn
     for measure in scored(truth * scale, truth, k)[1:]:
-        np.testing.assert_allclose([*measure.over_requests, *measure.by_layer], 1.0)
+        np.testing.assert_allclose(measure, 1.0)
 
 
 def test_by_hand() -> None:
@@ -95,7 +94,7 @@ def test_sixteen_are_sixteen_whatever_top_k_is() -> None:
     truth = np.arange(20, 0, -1).reshape(1, 1, 20)
     for top_k in (1, 2, 20):
         found = scored(truth[..., ::-1].clip(5) - 4, truth, top_k)
-        assert found.recall_16.over_requests.mean == 12 / 16
+        assert found.recall_16.mean == 12 / 16
 
 
 def test_interval_is_the_bootstraps() -> None:
@@ -104,21 +103,21 @@ def test_interval_is_the_bootstraps() -> None:
     angle = rng.uniform(0, np.pi / 2, 400)
     predicted = np.stack([np.cos(angle), np.sin(angle)], axis=-1)[:, None]
     truth = np.tile([1, 0], (400, 1, 1))
-    found = scored(predicted, truth, 1).cosine.over_requests
+    found = scored(predicted, truth, 1).cosine
     spread = np.cos(angle).std() / np.sqrt(400)
     np.testing.assert_allclose([found.mean - found.low, found.high - found.mean], 1.96 * spread, rtol=0.15)
-    assert found == scored(predicted, truth, 1).cosine.over_requests, "the same seed gives the same interval"
+    assert found == scored(predicted, truth, 1).cosine, "the same seed gives the same interval"
 
 
 def test_copies_of_a_request_add_no_certainty() -> None:
     """Theory: with every request ten times, groups give the interval of the requests once."""
     rng = np.random.default_rng(2)
     predicted, truth = rng.random((30, 2, 8)), rng.integers(1, 9, (30, 2, 8))
-    once = scored(predicted, truth, 2).cosine.over_requests
+    once = scored(predicted, truth, 2).cosine
     tenfold = (np.repeat(predicted, 10, axis=0), np.repeat(truth, 10, axis=0), 2)
-    grouped = scored(*tenfold, groups=np.repeat(np.arange(30), 10).tolist()).cosine.over_requests
+    grouped = scored(*tenfold, groups=np.repeat(np.arange(30), 10).tolist()).cosine
     np.testing.assert_allclose(grouped, once)
-    alone = scored(*tenfold).cosine.over_requests
+    alone = scored(*tenfold).cosine
     assert alone.high - alone.low < 0.5 * (once.high - once.low)
 
 

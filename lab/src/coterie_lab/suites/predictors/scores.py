@@ -24,23 +24,14 @@ from coterie.types import Interval
 RESAMPLES = 1000
 
 
-class Measure(NamedTuple):
-    """One measure of a predictor."""
-
-    over_requests: Interval
-    """Mean over requests, with the 2.5th and 97.5th percentile over resampled groups."""
-    by_layer: NDArray[np.float64]
-    """[layer] mean over requests."""
-
-
 class PredictorScore(NamedTuple):
-    """All measures of a predictor."""
+    """All measures of a predictor: means over requests, with the 2.5th and 97.5th percentile over resampled groups."""
 
     requests: int
-    cosine: Measure
-    recall_top_k: Measure
-    recall_top_2k: Measure
-    recall_16: Measure
+    cosine: Interval
+    recall_top_k: Interval
+    recall_top_2k: Interval
+    recall_16: Interval
     """Recall of 16 experts whatever top_k is, as published for a router that uses the 16 highest predictions."""
 
 
@@ -66,9 +57,7 @@ def score(
     sizes = (top_k, min(2 * top_k, shape[2]), min(16, shape[2]))
     measures = (cosine(predicted, truth), *(recall(predicted, truth, size) for size in sizes))
     draws = _draws(groups if groups is not None else range(len(requests)), rng)
-    return PredictorScore(
-        len(requests), *(Measure(_interval(values.mean(axis=1), draws), values.mean(axis=0)) for values in measures)
-    )
+    return PredictorScore(len(requests), *(_interval(values.mean(axis=1), draws) for values in measures))
 
 
 def recall(predicted: Loads, truth: Loads, k: int) -> NDArray[np.float64]:

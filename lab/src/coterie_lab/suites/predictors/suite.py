@@ -93,7 +93,7 @@ def _row(trace: str, predicts: str, contender: Contender, result: PredictorScore
     row: dict[str, Any] = {"trace": trace, "predicts": predicts, "predictor": contender.name, "knows": contender.knows}
     row["requests"] = result.requests
     for key in ("cosine", "recall_top_k", "recall_top_2k", "recall_16"):
-        row[key], row[f"{key}_low"], row[f"{key}_high"] = getattr(result, key).over_requests
+        row[key], row[f"{key}_low"], row[f"{key}_high"] = getattr(result, key)
     return row | {"hit_rate": contender.hit_rate, "published": None}
 
 
