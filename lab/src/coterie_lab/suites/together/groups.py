@@ -89,7 +89,9 @@ def name_of(config: Config) -> str:
     return ", ".join(config)
 
 
-class NewestRequests:  # that ended, as the live loop keeps them
+class NewestRequests:
+    """The newest requests that ended, as the live loop keeps them."""
+
     def __init__(self, top_k: int) -> None:
         self.kept, self._top_k, self._serial = deque[Kept](maxlen=2 * MOST_REQUESTS), top_k, 0
 
@@ -101,16 +103,22 @@ class NewestRequests:  # that ended, as the live loop keeps them
 
 
 @dataclass(slots=True)
-class Periodic:  # plans every interval for the last one's load, or steps of `requests`, as engines' EPLB does: always
+class Periodic:
+    """Plans every interval for the last interval's load and makes every change, as engines' EPLB does."""
+
     planner: Planner
     placement: Placement
+    """Placement in force."""
     topology: Topology
     expert_bytes: float
     every_s: float
     late_s: float = 0.0
     contention: Any = None
+    """As for `change_to`."""
     by_source: bool = False
+    """Whether to plan for the ranks that tokens came from in the last interval."""
     requests: NewestRequests | None = None
+    """Plan for single steps drawn from these; None plans for the mean step."""
     moving: bool = False
 
     def tick(self, _now_s: float, loads: GroupLoads) -> Rebalance | None:
