@@ -211,7 +211,7 @@ def test_placed_holds_what_is_asked_and_moves_nothing_else(seed: int) -> None:
 
 
 def crossed(planner: str, asks: tuple[int, ...] = (1, 0, 2, 3), expert_bytes: float = 1e3) -> PlacementAdvisor:
-    """Two windows in which each rank asks for the experts that rank `asks` holds: nothing to balance."""
+    """Six windows in which each rank asks for the experts that rank `asks` holds: nothing to balance."""
     start = Placement.linear(LAYERS, EXPERTS, RANKS)
     objective = Objective(row_s=1e-9, expert_bytes=expert_bytes, row_bytes=1e4)
     actions = replace(SETTINGS.actions, max_actions=16, swap_top=8)
@@ -221,7 +221,7 @@ def crossed(planner: str, asks: tuple[int, ...] = (1, 0, 2, 3), expert_bytes: fl
     advisor.tick(0.0)
     report(advisor, start, 1)
     rng = np.random.default_rng(5)
-    for number in range(2):
+    for number in range(6):
         for worker in range(RANKS):
             tokens = rng.uniform(1.0, 40.0, (LAYERS, EXPERTS)) * STEPS
             tokens[:, 4 * asks[worker] + np.arange(4)] = 400.0 * STEPS
