@@ -121,9 +121,7 @@ async def run_loop(
         learn, test = ([kept[int(i)] for i in part] for part in (order[:split], order[split:]))
         many = settings.in_flight * len(decoders)
         body = _body(model, settings)
-        recorded, recorded_events, known = await record(
-            prefill, rest, decoders, learn, body, many, settings.tail_tokens, report, key
-        )
+        known = await record(prefill, rest, decoders, learn, body, many, settings.tail_tokens, report, key)
         started = time.perf_counter()
         report("Fitting the router", 0, 1)
         fitted = await asyncio.to_thread(RouterFit(len(decoders), batch=settings.in_flight).fit, known, rng)
@@ -145,11 +143,8 @@ async def run_loop(
             result = LoopResult(
                 runs=list(runs),
                 calibrated=len(known.prefill),
-                fitted=fitted,
                 fit_s=fit_s,
                 context=(sum(map(len, test)) + runs[0].output_tokens / 2) / len(test),
-                recorded=recorded,
-                recorded_events=recorded_events,
                 events=events,
             )
             if after_run is not None:
@@ -224,7 +219,7 @@ async def record(
     tail_tokens: int = 1,
     report: Progress | None = None,
     key: str | None = None,
-) -> tuple[RouterRun, list[RequestExperts | None], Calibration]:
+) -> Calibration:
     """Serve under round robin, and count each request's experts before and after it was routed.
 
     Requests whose answer was one token have no decode to learn from, and are left out.
@@ -243,7 +238,7 @@ async def record(
             model, top_k = event.model, event.top_k
     if not before:
         raise InputError(f"none of {len(prompts)} answers had more than one token: nothing to learn from")
-    known = Calibration(
+    return Calibration(
         prefill=np.asarray(before, np.uint32),
         decode=np.asarray(after, np.uint32),
         gates=None,
@@ -252,7 +247,6 @@ async def record(
         model=model,
         top_k=top_k,
     )
-    return run, events, known
 
 
 async def observe(

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from coterie.footprints import footprint
 from coterie.footprints.positions import DISTINCT, ROWS, SECONDS
-from coterie.routing import RouterFit
 from coterie.wire.expert_events import RequestExperts
 from routed_fleet import FleetCounts, Served
 
@@ -87,16 +86,11 @@ class LoopResult(NamedTuple):
     runs: list[RouterRun]
     calibrated: int
     """Requests the router was fitted on."""
-    fitted: RouterFit
     fit_s: float
     context: float
     """Cached tokens of a request in the middle of its answer, on average."""
-    recorded: RouterRun
-    """Run of the fitting requests, under round robin."""
-    recorded_events: list[RequestExperts | None]
-    """[request] expert event of the fitting requests; None for answers of one token."""
     events: list[RequestExperts | None]
-    """[request] the same of the first router's run."""
+    """[request] expert event in the first router's run; None for answers of one token."""
 
     def saving_pct(self, run: RouterRun) -> float:
         """Saving of distinct experts per step against the first run, percent."""

@@ -16,16 +16,12 @@ class ServeSummary(NamedTuple):
     ttft_p50_ms: float
     ttft_p99_ms: float
     e2e_p50_ms: float
-    e2e_p99_ms: float
     tokens_per_s: float
     """Prompt and decoded tokens per second, over steps that start between the first and the last arrival."""
     local_rate: float
     """Share of activations whose expert is on the token's own rank."""
     all_to_all_pct: float
     ring_pct: float
-    experts_pct: float
-    step_ms: float
-    """Mean time of a step."""
 
 
 def summarise_served(run: GroupServedRun) -> ServeSummary:
@@ -43,11 +39,8 @@ def summarise_served(run: GroupServedRun) -> ServeSummary:
         ttft_p50_ms=float(np.quantile(ttft, 0.5)),
         ttft_p99_ms=float(np.quantile(ttft, 0.99)),
         e2e_p50_ms=float(np.quantile(e2e, 0.5)),
-        e2e_p99_ms=float(np.quantile(e2e, 0.99)),
         tokens_per_s=float((steps.prompt + steps.decoded)[counted].sum()) / span,
         local_rate=1.0 - float(steps.remote.sum()) / float(steps.activations.sum()),
         all_to_all_pct=100.0 * float(steps.all_to_all_s.sum()) / total,
         ring_pct=100.0 * float(steps.ring_s.sum()) / total,
-        experts_pct=100.0 * float(steps.experts_s.sum()) / total,
-        step_ms=1e3 * float(seconds.mean()),
     )
