@@ -90,6 +90,7 @@ def test_time_to_recover_is_seen_beside_the_same_requests() -> None:
     assert recovered(np.ones(20)) == 0.0
     assert recovered(np.where(at < 10, 1.0, 1.04)) == 0.0
     assert recovered(np.where(at < 10, 1.0, 1.2)) is None
+    assert recovered(np.where(at < 18, 1.0, 1.2)) == 0.0, "the run empties"
 
 
 @pytest.mark.parametrize(

@@ -88,14 +88,14 @@ def run_rows(cell: Cell, runs: Runs, compared: Compared) -> list[Row]:
 def recovered_s(own: Sequence[Outcome], beside: Sequence[Outcome]) -> float | None:
     """Return the seconds after an abrupt change from which on TPOT is within 5% of what it was before the change.
 
-    TPOT is a multiple of the same windows' TPOT in the runs `beside`, mean over seeds. None if it is not within 5% in
-    the last window.
+    TPOT is a multiple of the same windows' TPOT in the runs `beside`, mean over seeds, without the last tenth of the
+    requests, whose TPOT depends on how the run empties. None if it is not within 5% in the last window that counts.
     """
     ratio = np.mean([np.divide(a.tpot_windows_ms, b.tpot_windows_ms) for a, b in zip(own, beside, strict=True)], axis=0)
-    shift = round(SHIFT * len(ratio))
-    late = np.flatnonzero(ratio[shift:] > RECOVERED * ratio[1:shift].mean())
+    shift, end = round(SHIFT * len(ratio)), round(0.9 * len(ratio))
+    late = np.flatnonzero(ratio[shift:end] > RECOVERED * ratio[1:shift].mean())
     windows = 0 if not len(late) else int(late[-1]) + 1
-    return None if shift + windows == len(ratio) else windows * float(np.mean([one.window_s for one in own]))
+    return None if shift + windows == end else windows * float(np.mean([one.window_s for one in own]))
 
 
 def against_rows(cell: Cell, runs: Runs, compared: Compared) -> list[Row]:
