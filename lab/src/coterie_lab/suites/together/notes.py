@@ -48,7 +48,7 @@ def where(row: Row) -> str:
 def _against_note(fleet: str, whole: str, rows: Sequence[Row]) -> str:
     """Name the cells in which the goodput of the whole is surely lower than that of what it is compared with."""
     behind = [row for row in rows if (row["goodput_gain_high"] or row["goodput_gain_pct"]) < 0.0]
-    words = [f"against {row['against']} at {where(row)}: {_gain(row)}" for row in behind]
+    words = [f"; against {row['against']} at {where(row)}: {_gain(row)}" for row in behind]
     return (
         f"Fleet {fleet}, {whole} against the best published system (chosen on other seeds) and the Gimbal-style pair: "
         f"goodput is surely lower in {len(behind)} of {len(rows)} comparisons"
