@@ -51,9 +51,7 @@ def _against_note(fleet: str, whole: str, rows: Sequence[Row]) -> str:
     words = [f"; against {row['against']} at {where(row)}: {_gain(row)}" for row in behind]
     return (
         f"Fleet {fleet}, {whole} against the best published system (chosen on other seeds) and the Gimbal-style pair: "
-        f"goodput is surely lower in {len(behind)} of {len(rows)} comparisons"
-        + "".join(f"; {one}" for one in words)
-        + "."
+        f"goodput is surely lower in {len(behind)} of {len(rows)} comparisons{''.join(words)}."
     )
 
 
@@ -96,7 +94,6 @@ RECOVERY = (
     "eplb, periodic, shortest queue",
     "ours, periodic, shortest queue",
     "ours, as it pays, shortest queue",
-    "ours, as it pays, pressure",
     "latency_aware + latency_aware",
 )
 
