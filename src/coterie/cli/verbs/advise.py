@@ -32,9 +32,7 @@ LIVE = ("http://", "https://")
 def advise_command(
     trace: Annotated[
         str,
-        typer.Argument(
-            metavar="TRACE|URL", help="Recording of your traffic: an activation trace, in any known format."
-        ),
+        typer.Argument(metavar="TRACE", help="Recording of your traffic: an activation trace, in any known format."),
     ],
     fleet: Annotated[
         Path | None,
