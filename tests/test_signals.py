@@ -90,7 +90,7 @@ def test_terminated_leaves_no_hidden_folder(tmp_path: Path, ignored: bool) -> No
     )
     try:
         deadline = time.monotonic() + 100
-        while not list(tmp_path.glob(".t.*/trace/activations*")):  # there once writing begins
+        while not list(tmp_path.glob(".t.*.tmp/activations*")):  # there once writing begins
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.02)

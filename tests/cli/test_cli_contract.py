@@ -257,7 +257,7 @@ def test_interrupt_ends_with_130_and_prints_no_result(tmp_path: Path) -> None:
     )
     try:
         started = time.monotonic()
-        while not list(tmp_path.glob(".t.*/trace/activations*")):  # there once writing begins; moved to t at the end
+        while not list(tmp_path.glob(".t.*.tmp/activations*")):  # there once writing begins; moved to t at the end
             assert process.poll() is None
             assert time.monotonic() - started < 100
             time.sleep(0.02)

@@ -6,17 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie.answers.advise.decisions import (
-    NOT_NOW,
-    ON,
-    TOO_LITTLE,
-    TRY,
-    Advice,
-    Decision,
-    advice_of,
-    is_worse,
-    unknown,
-)
+from coterie.answers.advise.decisions import NOT_NOW, ON, TOO_LITTLE, TRY, Advice, Lever, advice_of, is_worse, unknown
 from coterie.types import Interval
 
 PERCENTS = st.floats(-50, 50)
@@ -58,7 +48,7 @@ def test_a_tail_gets_worse_only_surely(mean: float, half: float) -> None:
 
 
 def test_a_sentence_says_what_is_known_and_what_is_not() -> None:
-    made = Decision(
+    made = Lever(
         "routing", "Routing: who", ON, "a router", "a queue", "TPOT", Interval(6.8, 6.0, 7.7), "for m", ("a fact", "")
     )
     assert all(part in made.sentence for part in ("a router", "a queue", "6.8%", "6.0 to 7.7", "a fact"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from coterie.answers.advise.decisions import NOT_NOW, ON, TOO_LITTLE, TRY, Decision
+from coterie.answers.advise.decisions import NOT_NOW, ON, TOO_LITTLE, TRY, Lever
 from coterie.answers.advise.fleets import Fleets
 from coterie.answers.advise.groups import Groups
 from coterie.answers.fleet.bench import Source
@@ -73,10 +73,10 @@ class Advised:
     fleet: FleetSettings
     group: Groups
     settings: AdviseSettings
-    decisions: list[Decision]
+    decisions: list[Lever]
     notes: list[str]
 
-    def decision(self, key: str) -> Decision:
+    def decision(self, key: str) -> Lever:
         return next(decision for decision in self.decisions if decision.key == key)
 
     @property

@@ -59,7 +59,7 @@ class Arm(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class Lever:
     """Advice on one decision."""
 
     key: str
@@ -105,6 +105,6 @@ class Decision:
         return {key: value for key, value in asdict(self).items() if key != "gain"} | said
 
 
-def unknown(key: str, title: str, where: str, why: str) -> Decision:
+def unknown(key: str, title: str, where: str, why: str) -> Lever:
     """Return a decision on which this recording cannot tell anything."""
-    return Decision(key, title, TOO_LITTLE, "", "", "", Interval(0.0, None, None), where, (why,))
+    return Lever(key, title, TOO_LITTLE, "", "", "", Interval(0.0, None, None), where, (why,))

@@ -13,7 +13,7 @@ import yaml
 
 from coterie.answers import figures
 from coterie.answers.advise.advising import Advised
-from coterie.answers.advise.decisions import ON, TRY, Decision
+from coterie.answers.advise.decisions import ON, TRY, Lever
 from coterie.answers.fleet.bench import Source
 from coterie.answers.page import Part, Section, write_report
 from coterie.answers.runs import WORTH_PCT, error_bars, with_ends
@@ -52,7 +52,7 @@ def write_advice(
     return [*written, *(folder / name for name in made)]
 
 
-def _gateway(advised: Advised, routing: Decision | None, live: bool, config: GatewayConfig | None, folder: Path) -> str:
+def _gateway(advised: Advised, routing: Lever | None, live: bool, config: GatewayConfig | None, folder: Path) -> str:
     """Return the gateway's config with the advised router and loop; without one, with workers to fill in."""
     if config is None:
         workers = [
@@ -102,11 +102,11 @@ def _page(advised: Advised, trace: str, files: list[str]) -> list[Part | Section
     return [Part("In short", [advised.verdict]), overview, then, *map(_section, advised.decisions), simulated]
 
 
-def _gain(decision: Decision) -> str:
+def _gain(decision: Lever) -> str:
     return f"{with_ends(decision.gain, unit='%')} of {decision.metric}" if decision.chosen else "not known"
 
 
-def _section(decision: Decision) -> Section:
+def _section(decision: Lever) -> Section:
     return Section(
         key=decision.key,
         title=f"{decision.title}: {decision.advice}",

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from coterie.answers.advise.decisions import Arm, Decision, advice_of, unknown
+from coterie.answers.advise.decisions import Arm, Lever, advice_of, unknown
 from coterie.answers.fleet.bench import Source
 from coterie.answers.fleet.simulation import SHORTEST_QUEUE, FleetReport, FleetSettings, simulate_fleet, tail_said
 from coterie.answers.runs import WORTH_PCT
@@ -63,7 +63,7 @@ class Fleets:
         """Metric of routers, and its name. Where decoders compute prompts, requests wait for them: TPOT hides that."""
         return ("e2e.mean", "mean request time") if self.settings.prompts else ("tpot.mean", "mean TPOT")
 
-    def decisions(self) -> Iterator[Decision]:
+    def decisions(self) -> Iterator[Lever]:
         most = self.settings.decoders * self.settings.in_flight
         recorded = len(self.source.counts.requests)
         if recorded // 2 < most:
@@ -125,11 +125,11 @@ class Fleets:
             arms.append(Arm(name, gain, tail))
         return tuple(arms)
 
-    def _routing(self, served: FleetReport, together: list[FleetReport]) -> Decision:
+    def _routing(self, served: FleetReport, together: list[FleetReport]) -> Lever:
         arms = self._arms(served, together, self._routers()[1:], SHORTEST_QUEUE)
         best = max(arms, key=lambda arm: arm.rank)
         assert best.tail
-        return Decision(
+        return Lever(
             key="routing",
             title=TITLES["routing"],
             advice=advice_of(best.gain, best.tail),
@@ -156,13 +156,13 @@ class Fleets:
             return f"the {of_all.mean:.1f}% on all requests are of earlier and later ones, which never run together"
         return "requests differ too little in what they need"
 
-    def _by_experts(self, served: FleetReport, together: list[FleetReport]) -> Decision:
+    def _by_experts(self, served: FleetReport, together: list[FleetReport]) -> Lever:
         known = [name for name in self._routers() if name not in BY_EXPERTS]
         plain = max(known, key=lambda name: served.saved(self.metric[0], name, SHORTEST_QUEUE).mean)
         arms = self._arms(served, together, BY_EXPERTS, plain)
         best = max(arms, key=lambda arm: arm.rank)
         experts = served.saved("distinct_by_token", best.name, plain)
-        return Decision(
+        return Lever(
             key="routing_by_experts",
             title=TITLES["routing_by_experts"],
             advice=advice_of(best.gain, best.tail),
@@ -177,7 +177,7 @@ class Fleets:
             data={"router": best.name, "base": plain, "experts_saved_pct": experts._asdict()},
         )
 
-    def _batching(self) -> Decision:
+    def _batching(self) -> Lever:
         """Compare strategies where as many requests wait as run; with a place for everyone nothing is chosen."""
         ask, decoders = self.settings, max(1, self.settings.decoders // WAITING)
         places = max(1, ask.decoders * ask.in_flight // (decoders * WAITING))
@@ -195,7 +195,7 @@ class Fleets:
         gain, tail = (
             chosen.saved(metric, SHORTEST_QUEUE, SHORTEST_QUEUE, in_order) for metric in ("e2e.mean", "e2e.p99")
         )
-        return Decision(
+        return Lever(
             key="batching",
             title=TITLES["batching"],
             advice=advice_of(gain, tail),
@@ -210,7 +210,7 @@ class Fleets:
             data={"strategy": STRATEGY, "p99_pct": tail._asdict()},
         )
 
-    def _graphs(self) -> Decision:
+    def _graphs(self) -> Lever:
         """Compare vLLM's graph sizes with one graph for every small batch, under the router that runs now."""
         own = tuple(sorted({*range(1, ONE_BY_ONE + 1), *VLLM_GRAPHS}))
         padded, exact = (
@@ -225,7 +225,7 @@ class Fleets:
         size = CostOptions(graph_sizes=VLLM_GRAPHS).padded(self.settings.in_flight)
         added = size - self.settings.in_flight
         rows = f"a batch of {self.settings.in_flight} is padded to {size}"
-        return Decision(
+        return Lever(
             key="graph_sizes",
             title=TITLES["graph_sizes"],
             advice=advice_of(gain),

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.answers.advise.decisions import NOT_NOW, ON, Arm, Decision, advice_of, unknown
+from coterie.answers.advise.decisions import NOT_NOW, ON, Arm, Lever, advice_of, unknown
 from coterie.answers.plan.pricing import Placed, Pricing, gain_pct
 from coterie.answers.runs import WORTH_PCT, interval, with_ends
 from coterie.answers.suites import Report
@@ -79,7 +79,7 @@ class Groups:
         _, layers, experts = self.counts.shape
         return Placement.linear(layers, experts, self.model.topology.num_ranks)
 
-    def decisions(self) -> Iterator[Decision]:
+    def decisions(self) -> Iterator[Lever]:
         titles = "Placement: which rank holds which experts", "Live loop: planning again as the load moves"
         if len(self.counts) < FEWEST:
             why = f"it takes {FEWEST} requests to plan on some and time on others, and there are {len(self.counts)}"
@@ -178,14 +178,14 @@ class Groups:
             seconds += steps * self._pricing(loads[window, 1], self.horizon).step_s(self.batch, placed)
         return seconds
 
-    def _placement(self, title: str, found: dict[str, Interval], steps: float) -> Decision:
+    def _placement(self, title: str, found: dict[str, Interval], steps: float) -> Lever:
         gain, once = found[OURS], self.plan()
         policy = max(REARRANGED, key=lambda policy: found[policy.name].mean)
         eplb = found[policy.name]
         worth = "worth it" if advice_of(eplb) == ON else "not worth it"
         every = steps * (policy.every or 1)
         paid = f"{counted(len(once.moves), 'move')} paid for after {counted(round(once.break_even_steps), 'step')}"
-        return Decision(
+        return Lever(
             key="placement",
             title=title,
             advice=advice_of(gain),
@@ -212,10 +212,10 @@ class Groups:
             },
         )
 
-    def _live_loop(self, title: str, found: dict[str, Interval], steps: float) -> Decision:
+    def _live_loop(self, title: str, found: dict[str, Interval], steps: float) -> Lever:
         arms = [Arm(policy.name, found[f"{policy.name}, once"]) for policy in (AS_IT_PAYS, *REARRANGED)]
         best = arms[0]
-        return Decision(
+        return Lever(
             key="live_loop",
             title=title,
             advice=advice_of(best.gain),

@@ -66,7 +66,7 @@ EVEN_MEAN = 1
 """Number of EPLB's plan among the placement in force and the candidates."""
 
 
-class Candidate(NamedTuple):
+class ScenarioPlan(NamedTuple):
     """A plan to choose from if scenarios are few."""
 
     shrinkage: float
@@ -180,7 +180,7 @@ def plan_few(problem: Problem, start: Slots, anew: bool = True) -> tuple[Slots, 
     return chosen.slot_experts, Unseen(before, mean, held, fit, chosen.shrinkage, len(weights))
 
 
-def candidates(problem: Problem, start: Slots, anew: bool = True) -> list[Candidate]:
+def candidates(problem: Problem, start: Slots, anew: bool = True) -> list[ScenarioPlan]:
     """Make the plans to choose from if scenarios are few.
 
     These are EPLB's plan for the mean step, searches from `start` [layer, slot] if moves have a cost, the greedy plan
@@ -193,18 +193,18 @@ def candidates(problem: Problem, start: Slots, anew: bool = True) -> list[Candid
     even, greedy = (
         on_living(problem, planner(objective=problem.objective).slots_for(problem, load)) for planner in (Eplb, FlashLb)
     )
-    made, free = [Candidate(1.0, even)], moves_are_free(problem)
+    made, free = [ScenarioPlan(1.0, even)], moves_are_free(problem)
     if not free:
         made += _searches(problem, start)
-    return [*made, Candidate(0.0, greedy), *_searches(problem, greedy)] if anew or free else made
+    return [*made, ScenarioPlan(0.0, greedy), *_searches(problem, greedy)] if anew or free else made
 
 
-def _searches(problem: Problem, rows: Slots) -> list[Candidate]:
+def _searches(problem: Problem, rows: Slots) -> list[ScenarioPlan]:
     """Search with every shrinkage, each time from the plan of the one before."""
     made = []
     for share in SHRINKAGES:
         rows = improve_equal(problem, rows, share)
-        made.append(Candidate(share, rows))
+        made.append(ScenarioPlan(share, rows))
     return made
 
 
