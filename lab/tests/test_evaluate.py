@@ -33,6 +33,7 @@ GIVEN = {
     "rates": ("--rates", "0.5"),
     "strategies": ("--strategies", "lpt", "fcfs"),
     "routers": ("--routers", "joint"),
+    "quick": ("--quick",),
 }
 """Each option as a user gives it, --batch and --seed as they are by default."""
 LAB = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["entry-points"]
@@ -126,7 +127,7 @@ def test_a_suite_is_given_the_options_it_reads_and_no_others(
     assert not (tmp_path / "out").exists()
     run(suite, *(word for name in reads for word in GIVEN[name]), "--json")
     values = {"trace": Path("t"), "trace_format": "npz", "batch": 128, "seed": 0, "model": Path("m"), "requests": 7}
-    values |= {"seeds": (1, 2), "rates": (0.5,), "strategies": ("lpt", "fcfs"), "routers": ("joint",)}
+    values |= {"seeds": (1, 2), "rates": (0.5,), "strategies": ("lpt", "fcfs"), "routers": ("joint",), "quick": True}
     assert {name: getattr(heard[0], name) for name in reads} == {name: values[name] for name in reads}
 
 

@@ -57,7 +57,7 @@ def test_advice_is_scored_on_windows_that_it_was_not_made_from() -> None:
     setting = DomainSetting(windows=8, steps=500, slots=256)
     row = advice_row("prefill", 16_384, steady, setting)
     assert 1 <= row["plans"] <= 3, "little is left to gain once a plan is carried out"
-    assert row["gain_next_pct"] == pytest.approx(row["gain_planned_pct"])
+    assert row["gain_next_pct"] == pytest.approx(row["gain_planned_pct"], rel=0.01), "source ranks have come in since"
     assert row["moves"] > 0
     assert "plans in 8 windows" in advice_notes([row])[0]
 
