@@ -248,7 +248,7 @@ def test_bad_input_says_what_would_be_right(workers: dict[str, Worker], wrong: s
     assert answered.status == status
     error = answered.body["error"]
     assert set(error) == {"message", "type", "param", "code"}
-    assert error["type"] == "invalid_request_error"
+    assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error"), "as the gateway's"
     assert words in error["message"]
 
 
