@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from types import FrameType
 from typing import Any
 
 import typer
@@ -157,13 +158,23 @@ def said(stderr: str) -> list[str]:
     return [line for line in mine if not line.startswith("Unclosed ")]
 
 
+def interrupt(_: int, frame: FrameType | None) -> None:
+    """Ctrl-C, but not within an import: a module imported by half would fail in every later line of this process."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+            return
+        frame = frame.f_back
+    signal.raise_signal(signal.SIGINT)
+
+
 def call(line: list[str], seconds: float) -> tuple[int | None, str, str]:
     """Exit code, both streams, and a traceback instead of a code where there was one."""
     from coterie.cli import output
 
     streams = io.StringIO(), io.StringIO()
 
-    before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))  # Ctrl-C
+    before = signal.signal(signal.SIGALRM, interrupt)
     sys.argv = ["coterie", *line]
     code: int | None = None
     output.out.file, output.err.file = streams
