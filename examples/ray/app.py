@@ -23,7 +23,8 @@ import msgspec
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from coterie.engines.worker.embedded import Role, embedded_worker
+from coterie.engines.worker.config import Role
+from coterie.engines.worker.embedded import embedded_worker
 from coterie.gateway.embedded import DECODERS, PLACES, tiny_fit_path
 from coterie.net.access import FleetAccess
 from coterie.net.http1 import Upstream

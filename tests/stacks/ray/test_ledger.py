@@ -19,7 +19,6 @@ from coterie.wire.footprints import WireFootprint, attach_footprint
 PLACES = {"a": 2, "b": 2, "c": 2}
 
 
-@routers.register("raising_in_ray")
 @dataclass(frozen=True, slots=True)
 class Raising:
     """Chooses the first row for the keeper's trial requests and raises for all others."""
@@ -104,8 +103,9 @@ class TestLedger:
         ledger.ended("r", order[-1])
         assert is_empty(ledger)
 
-    def test_a_raising_router_answers_and_is_counted(self) -> None:
-        ledger = ledger_of("raising_in_ray")
+    def test_a_raising_router_answers_and_is_counted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(routers._items, "raising", Raising)
+        ledger = ledger_of("raising")
         choice, order = ledger.choose("1", Request("", 7))
         assert choice.fallback == "router_error"
         assert sorted(order) == ["a", "b", "c"]
