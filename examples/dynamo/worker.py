@@ -12,11 +12,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator
 from typing import Any
 
-from dynamo.llm import HttpError, KvEventPublisher, ModelInput, ModelRuntimeConfig, ModelType, WorkerType, register_model
-from dynamo.runtime import Context, DistributedRuntime, Endpoint, dynamo_worker
+from dynamo.llm import (
+    HttpError,
+    KvEventPublisher,
+    ModelInput,
+    ModelRuntimeConfig,
+    ModelType,
+    WorkerType,
+    register_model,
+)
+from dynamo.runtime import Context, DistributedRuntime, Endpoint
 
 from coterie.engines.tiny import TINY, tiny_model_path
 from coterie.engines.worker.config import WorkerConfig
@@ -54,7 +63,12 @@ class Worker:
             raise HttpError(error.status, str(error)) from None
         outputs = await self.server.begin(asked, prompt, limit, key, key)
         ended = asyncio.ensure_future(context.async_killed_or_stopped())
-        ended.add_done_callback(lambda _: self.engine.abort(key))  # the engine then emits the last output
+
+        def abort(waiter: asyncio.Future[Any]) -> None:
+            if not waiter.cancelled():  # the engine then emits the last output, and drops KV that is kept for a decode
+                self.engine.abort(key)
+
+        ended.add_done_callback(abort)
         try:
             async for output in until_end(outputs):
                 answer: dict[str, Any] = {"token_ids": list(output.token_ids), "index": 0}
@@ -90,14 +104,15 @@ async def serve(endpoint: Endpoint, server: Server, events: str) -> KvEventPubli
     return publisher
 
 
-@dynamo_worker()
-async def main(runtime: DistributedRuntime) -> None:
+async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--role", choices=["prefill", "decode"], default="decode")
     parser.add_argument("--endpoint", action="append", default=[], help="NAMESPACE.COMPONENT.ENDPOINT, maybe several")
     parser.add_argument("--http-port", type=int, default=0, help="Port for KV, metrics and the log of decode steps.")
     given = parser.parse_args()
     events, experts = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+    planes = (os.environ.get("DYN_DISCOVERY_BACKEND", "etcd"), os.environ.get("DYN_REQUEST_PLANE", "tcp"))
+    runtime = DistributedRuntime(asyncio.get_running_loop(), *planes)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(bind("127.0.0.1", given.http_port))
         config = WorkerConfig(

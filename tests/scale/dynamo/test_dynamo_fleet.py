@@ -27,8 +27,8 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "dynamo" / "fleet.py"
 MODEL = "coterie-tiny"
 WAIT_S = 120.0
 PROMPTS = [prompt.prompt for prompt in load_prompts()[:12]]
-LONG = {"prompt": "def add(a, b):\n    return", "max_tokens": 900}
-"""Request whose greedy answer goes on for 900 tokens, seconds here."""
+LONG = {"prompt": "def add(a, b):\n    return", "max_tokens": 400}
+"""Request whose greedy answer goes on for 400 tokens, seconds here."""
 
 
 class Server(Protocol):
@@ -68,13 +68,12 @@ async def values(fleet: Fleet, name: str) -> dict[tuple[str, ...], float]:
     async with Client(fleet.component.url) as client:
         _, text = await client.call("GET", "/metrics")
     families = list(text_string_to_metric_families(text))
-    found = {
+    return {
         tuple(sample.labels.values()): sample.value
         for family in families
         for sample in family.samples
         if sample.name == f"coterie_gateway_{name}"
     }
-    return found
 
 
 async def until_idle(fleet: Fleet) -> None:
@@ -82,6 +81,21 @@ async def until_idle(fleet: Fleet) -> None:
     async with asyncio.timeout(WAIT_S):
         while (await values(fleet, "in_flight"))[()] or any((await values(fleet, "worker_running")).values()):
             await asyncio.sleep(0.05)
+
+
+async def counted(server: Server, name: str, label: str = "") -> float:
+    """Return the sum of a worker's metric, over the series that have this label."""
+    async with Client(server.url) as client:
+        _, text = await client.call("GET", "/metrics")
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return sum(one.value for one in samples if one.name == name and (not label or label in one.labels.values()))
+
+
+async def busiest(fleet: Fleet) -> Server | None:
+    """Return the decode worker with the most requests, once all requests are being decoded; None before."""
+    running = {worker.url: await counted(worker, "coterie_worker_running") for worker in fleet.decoders}
+    chosen = max(fleet.decoders, key=lambda worker: running[worker.url])
+    return chosen if sum(running.values()) == 6 else None
 
 
 def test_answers_equal_those_of_a_decode_worker_asked_directly(fleet: Fleet) -> None:
@@ -93,6 +107,7 @@ def test_answers_equal_those_of_a_decode_worker_asked_directly(fleet: Fleet) -> 
         await until_idle(fleet)
         sources = await values(fleet, "footprints_total")
         assert sources["answer",] == len(PROMPTS), "each request is routed by its prefill's footprint"
+        assert sum([await counted(worker, "coterie_worker_kv_fetch_total", "ok") for worker in fleet.decoders]) >= 1
         assert len([count for count in (await values(fleet, "routed_total")).values() if count]) > 1
 
     asyncio.run(run())
@@ -130,7 +145,6 @@ def test_a_client_that_leaves_takes_its_load_with_it(fleet: Fleet) -> None:
             asked.cancel()
             await asyncio.gather(asked, return_exceptions=True)
         await until_idle(fleet)
-        assert (await values(fleet, "requests_total")).get(("cancelled", "other"), 0) >= 0
 
     asyncio.run(run())
 
@@ -141,16 +155,16 @@ def test_a_killed_worker_leaves_no_hung_request_and_no_entry(fleet: Fleet) -> No
     async def run() -> None:
         async with Client(fleet.url) as front:
             expected = await complete(front, **LONG)
-            asked = [asyncio.create_task(complete(front, **LONG)) for _ in range(9)]
+            asked = [asyncio.create_task(complete(front, **LONG)) for _ in range(6)]
+            before = set(await values(fleet, "worker_running"))
             async with asyncio.timeout(WAIT_S):
-                while (running := await values(fleet, "worker_running")) and min(running.values()) < 2:
+                while (victim := await busiest(fleet)) is None:
                     await asyncio.sleep(0.02)
-            before = set(running)
-            os.kill(fleet.decoders[1].pid, signal.SIGKILL)
+            os.kill(victim.pid, signal.SIGKILL)
             texts = [one["text"] for one in await asyncio.gather(*asked)]
-            assert texts == [expected["text"]] * 9, "the frontend prefills broken answers again, and they go on"
+            assert texts == [expected["text"]] * 6, "the frontend prefills broken answers again, and they go on"
             after = [await complete(front, prompt=prompt) for prompt in PROMPTS]
-            assert all(one["text"] for one in after)
+            assert [one.get("problem") for one in after] == [None] * len(PROMPTS)
         await until_idle(fleet)
         assert len(await values(fleet, "worker_running")) == len(before) - 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 import numpy as np
@@ -151,7 +152,7 @@ def test_a_config_with_workers_is_refused(tmp_path: Any) -> None:
 
 def test_a_missing_dynamo_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(name: str) -> str:
-        raise command.PackageNotFoundError(name)
+        raise PackageNotFoundError(name)
 
     monkeypatch.setattr(command, "version", none)
     with pytest.raises(UnavailableError, match=r"coterie\[dynamo\]"):

@@ -14,6 +14,7 @@ import itertools
 import logging
 import signal
 from collections.abc import AsyncIterator
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import msgspec
@@ -30,7 +31,6 @@ from dynamo.llm import (
 from dynamo.llm.exceptions import Disconnected, WorkerUnavailable
 from dynamo.runtime import Client, Context, DistributedRuntime, Endpoint
 
-from coterie import __version__
 from coterie.errors import UnavailableError
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.signals import predicted
@@ -47,7 +47,7 @@ PREFIXES = {
     "router_track_prefill_tokens": False,
     "conditional_disagg_enabled": True,
 }
-"""Settings of Dynamo's index, which chooses no worker here. Without the last it reads no KV events of decode workers."""
+"""Settings of Dynamo's index, which chooses no worker here. Without the last it reads no decode worker's KV events."""
 GONE, REFUSED = "Unavailable", "InvalidRequest"
 """Beginning of Dynamo's errors of an instance that is gone, or that refuses a request. They have no own classes."""
 
@@ -85,7 +85,7 @@ class Component:
 
     def __init__(self, runtime: DistributedRuntime, settings: Settings, config: GatewayConfig) -> None:
         self.settings, self.runtime = settings, runtime
-        self.metrics = Metrics(__version__)
+        self.metrics = Metrics(version("coterie"))
         self.decoders = Decoders(config, self.metrics)
         self._numbers = itertools.count()
         self._listed: list[int] | None = None

@@ -13,7 +13,7 @@ from coterie.errors import InputError
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.exchange.knowledge import footprints_of
 from coterie.gateway.exchange.pool import DECODE
-from coterie.gateway.fleet.keeper import Choice, FleetKeeper
+from coterie.gateway.fleet.keeper import Choice, FleetKeeper, WorkerRow
 from coterie.gateway.watching.metrics import Metrics
 from coterie.routing import Request
 from coterie.wire.footprints import WireFootprint, check_possible, footprint_of, without_footprint
@@ -41,21 +41,24 @@ class Known(NamedTuple):
 class Decoders:
     """Instances by id, and the requests at each. Not thread-safe: belongs to the component's event loop."""
 
-    def __init__(
-        self, config: GatewayConfig, metrics: Metrics, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, config: GatewayConfig, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self.keeper, self.metrics = FleetKeeper(config.decode), metrics
         self.footprints = footprints_of(config)
         self._clock = clock
         self._resting: dict[str, float] = {}
         """Instance that could not be reached → time until which it gets no requests."""
-        members, keeper = lambda: list(self.keeper.members.items()), self.keeper
+        self._gauges()
+
+    def _gauges(self) -> None:
+        keeper, metrics = self.keeper, self.metrics
+
+        def by_worker(value: Callable[[str, WorkerRow], float]) -> Callable[[], dict[tuple[str], float]]:
+            return lambda: {(name,): float(value(name, worker)) for name, worker in keeper.members.items()}
+
         metrics.in_flight.read = lambda: len(keeper.requests)
-        metrics.worker_running.read = lambda: {(name,): keeper.running(name) for name, _ in members()}
-        metrics.worker_places.read = lambda: {(name,): worker.places for name, worker in members()}
-        metrics.distinct_experts.read = lambda: {
-            (name,): float(keeper.fleet.distinct[worker.row]) for name, worker in members()
-        }
+        metrics.worker_running.read = by_worker(lambda name, _: keeper.running(name))
+        metrics.worker_places.read = by_worker(lambda _, worker: worker.places)
+        metrics.distinct_experts.read = by_worker(lambda _, worker: keeper.fleet.distinct[worker.row])
 
     def listed(self, places: Mapping[str, int]) -> None:
         """Take Dynamo's list of instances, id → most requests at once.
@@ -115,9 +118,7 @@ class Decoders:
             return None, "damaged"
         return footprint, "" if footprint is None else "answer"
 
-    def choose(
-        self, key: str, known: Known, cached: Mapping[str, int] | None, tried: Collection[str] = ()
-    ) -> Choice:
+    def choose(self, key: str, known: Known, cached: Mapping[str, int] | None, tried: Collection[str] = ()) -> Choice:
         """Choose an instance and admit the request to it. Raises UnavailableError if there is none.
 
         `cached` are the leading tokens of the prompt that instances hold, by id; None if unknown.
