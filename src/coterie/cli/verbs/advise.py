@@ -29,8 +29,6 @@ if TYPE_CHECKING:  # numba takes a second to import
     from coterie.answers.advise.live import GatewayTraffic
     from coterie.gateway.config import GatewayConfig
 
-LIVE = ("http://", "https://")
-
 
 def advise_command(
     trace: Annotated[
@@ -118,13 +116,23 @@ def advise_command(
     from coterie.routing.calibration import calibration
     from coterie.types import check_dtype
 
+    is_url = "://" in trace
+    refuse(
+        {
+            f"{trace} is no file; the URL of a gateway begins with http:// or https://, as in http://{trace}": (
+                not is_url and ":" in trace and not Path(trace.partition("#")[0]).exists()
+            ),
+            "--from and --num-experts are for a recording; a gateway tells its own": is_url and (from_ or num_experts),
+            "--admin-key-file is for the URL of a gateway": admin_key_file is not None and not is_url,
+        }
+    )
     config = None if fleet is None else read_config(fleet)
     if dtype is not None:
         check_dtype(dtype)
     if out_folder is not None:
         check_report_folder(out_folder)
     live = None
-    if trace.startswith(LIVE):
+    if is_url:
         with reporting("Reading requests"):
             live = asyncio.run(read_gateway(trace, read_bearer(admin_key_file, "COTERIE_ADMIN_KEY")))
         config = config or live.config
