@@ -125,6 +125,8 @@ def advise(
         f"the trace has {shape[0]} layers of {shape[1]} experts; {spec.name} has {spec.num_moe_layers} MoE layers of "
         f"{spec.num_experts}: name the model it was recorded on",
     )
+    left = spec.num_experts % settings.ranks
+    check(not left, f"num_experts={spec.num_experts} must be a multiple of ranks={settings.ranks} (remainder {left})")
     recorded = len(source.counts.requests)
     device = load_preset(settings.preset)
     model = step_model(spec, device, settings.dtype, Topology(settings.gpus), engine=settings.engine)
