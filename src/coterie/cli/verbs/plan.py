@@ -11,13 +11,8 @@ import typer
 from typer.core import TyperCommand
 
 from coterie.cli.output import (
-    BurstsOption,
     JsonOption,
-    OverOption,
-    PhaseOption,
     RankColumn,
-    RequestsOption,
-    StepsOption,
     WindowOption,
     print_json,
     print_lines,
@@ -157,11 +152,30 @@ def plan_command(
             "Default: one link inside a node, one between nodes.",
         ),
     ] = None,
-    requests: RequestsOption = None,
-    phase: PhaseOption = None,
-    bursts: BurstsOption = 0.0,
-    over: OverOption = None,
-    steps: StepsOption = 64,
+    requests: Annotated[
+        int | None,
+        typer.Option("--requests", help="Plan for single steps of so many requests, drawn from an activation trace."),
+    ] = None,
+    phase: Annotated[
+        str | None,
+        typer.Option(
+            "--phase",
+            help="What a request brings to such a step: prefill (its prompt), decode (a token), mixed (one its prompt, "
+            "the others a token), or all (its recorded tokens, as a prompt would). Default: prefill if it has prompts.",
+        ),
+    ] = None,
+    bursts: Annotated[
+        float, typer.Option("--bursts", help="Share of such steps whose requests are all of one domain.")
+    ] = 0.0,
+    over: Annotated[
+        str | None,
+        typer.Option(
+            "--over",
+            help="Plan for single windows of a load table, its domains (labels up to a /), or mixtures of them: "
+            "windows, domains or mixtures.",
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", help="Steps or mixtures to draw.")] = 64,
     save_scenarios: Annotated[
         Path | None,
         typer.Option(
