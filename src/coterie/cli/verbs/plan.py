@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
-from typer.core import TyperCommand
 
 from coterie.cli.output import (
     JsonOption,
@@ -41,16 +39,6 @@ DTYPES = ("fp32", "bf16", "fp16", "fp8", "mxfp4")
 """Values of ``WeightDtype``, listed here for --help: importing it would import NumPy."""
 MOVEMENTS = {"none": "none", "stops": "the engine stops", "staged": "beside its steps"}
 SPLITS = ("equal", "weighted", "optimal")
-
-
-class PlannersInHelp(TyperCommand):
-    """Command whose help ends with the planners that other packages add."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        super().format_help(ctx, formatter)
-        added = sorted({point.name for point in entry_points(group="coterie.planners")} - {*PLANNERS, *LEARNERS})
-        if added:
-            typer.echo(f" Planners of other packages: {', '.join(added)}")
 
 
 def plan_command(
