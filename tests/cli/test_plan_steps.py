@@ -125,7 +125,6 @@ def test_the_trade_is_on_the_page(run: Run, tmp_path: Path) -> None:
         (("--bursts", 0.5), "--phase and --bursts say what is in a step"),
         (("--over", "domains", "--window", "law"), "needs two or more of them"),
         (("--save-scenarios", "steps"), "needs steps: --requests or --over"),
-        (("--over", "windows", "--sources", "x"), "leave it out with --requests and --over"),
     ],
 )
 def test_wrong_options_are_named(run: Run, tmp_path: Path, options: tuple[object, ...], told: str) -> None:

@@ -105,14 +105,6 @@ def plan_command(
         typer.Option("--time-limit", help="Seconds per layer for planner latency_optimal_ilp. Default: 10."),
     ] = None,
     window: WindowOption = None,
-    sources: Annotated[
-        Path | None,
-        typer.Option(
-            "--sources",
-            help="The same tokens by the rank they start on: an .npy array [rank, layer, expert], or a folder of "
-            "TensorRT-LLM's statistics. Default: every rank sends the same load.",
-        ),
-    ] = None,
     preset: Annotated[
         str,
         typer.Option("--preset", help="Calibrated device: h200, rtx-pro-6000, or a file written by coterie calibrate."),
@@ -220,7 +212,6 @@ def plan_command(
         load=load,
         load_format=from_,
         window=window,
-        sources=sources,
         model=model,
         ranks=ranks,
         nodes=nodes,
