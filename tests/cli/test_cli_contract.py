@@ -159,11 +159,6 @@ BAD = {
         "r.jsonl",
         "arrival_s",
     ),
-    "load history of ragged layers": (
-        text("h.json", '{"load_history": [{"logical_expert_load": [[1, 2], [3]]}]}'),
-        "h.json",
-        "logical_expert_load",
-    ),
     "a format nobody knows": (text("notes.txt", "hello\n"), "notes.txt", "format"),
     "an empty file": (text("nothing", ""), "nothing", "format"),
     "a file that is not there": (lambda f: f / "missing", "missing", "file"),

@@ -9,7 +9,6 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +29,6 @@ from v3_prices import v3_prices
 @pytest.fixture
 def load(tmp_path: Path) -> Path:
     return save_load(tmp_path / "load")
-
-
-def history(path: Path, change: Callable[[list[Any]], None] = lambda _: None, layers: int = LAYERS) -> Path:
-    value = counts(1, layers)[0].tolist()
-    change(value)
-    path.write_text(json.dumps({"load_history": [{"logical_expert_load": value}]}))
-    return path
-
-
-def put(value: float) -> Callable[[list[Any]], None]:
-    def change(rows: list[Any]) -> None:
-        rows[2][3] = value
-
-    return change
 
 
 ASK = ("--ranks", "4", "--slots", "40", "--planner", "eplb")
@@ -307,18 +292,17 @@ def test_bad_input_is_one_line_and_writes_nothing(run: Run, load: Path, tmp_path
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (put(-1), "is -1"),
-        (put(float("nan")), "is nan"),
-        (put(float("inf")), "is inf"),
-        (lambda rows: rows.pop(), "layers"),
+        (lambda tokens: tokens - tokens.max(), "must hold tokens"),
+        (lambda tokens: tokens * np.nan, "expected integers"),
+        (lambda tokens: tokens[:-1], "layers"),
     ],
 )
-def test_a_load_that_cannot_be_is_refused(
-    run: Run, tmp_path: Path, change: Callable[[list[Any]], None], said: str
-) -> None:
-    path = history(tmp_path / "history.json", change)
-    refused(run("plan", path, "--model", MODEL.name, *ASK, "-o", tmp_path / "map"), said)
-    refused(run("plan", history(tmp_path / "fine.json"), *ASK), "model 'unknown', which is not known")
+def test_a_load_that_cannot_be_is_refused(run: Run, tmp_path: Path, change: Any, said: str) -> None:
+    tokens = counts(1)[0].astype(np.int64)
+    np.savez(tmp_path / "wrong.npz", counts=change(tokens)[None])
+    refused(run("plan", tmp_path / "wrong.npz", "--model", MODEL.name, *ASK, "-o", tmp_path / "map"), said)
+    np.savez(tmp_path / "fine.npz", counts=tokens[None])
+    refused(run("plan", tmp_path / "fine.npz", *ASK), f"model '{tmp_path.name}', which is not known")
     assert not (tmp_path / "map").exists()
 
 
