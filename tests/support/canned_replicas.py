@@ -66,6 +66,7 @@ class Canned:
 
     def open(self) -> None:
         self.opened.set()
+        self.opened = asyncio.Event()
 
 
 class Several:

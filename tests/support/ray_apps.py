@@ -13,20 +13,20 @@ class Serving:
     def __init__(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
 
-    def start(self) -> None:
-        """Start all apps at once: starting them one by one takes several times as long."""
+    def start(self, *names: str) -> None:
+        """Start apps at once: starting them one by one takes several times as long."""
         from app import make_app
         from compare import APPS
         from ray.serve import RunTarget, run_many
 
         from canned_replicas import Several
 
-        apps = {name: make_app(router) for name, router in APPS.items()} | {
-            "canned": canned_app("join_shortest_queue"),
-            "raising": canned_app("raising"),
-            "several": canned_app("join_shortest_queue", ingress=Several),
-        }
-        run_many([RunTarget(app, name, f"/{name}") for name, app in apps.items()])
+        apps = {
+            "canned": lambda: canned_app("join_shortest_queue", replicas=2),
+            "raising": lambda: canned_app("raising"),
+            "several": lambda: canned_app("join_shortest_queue", ingress=Several),
+        } | {name: lambda router=router: make_app(router) for name, router in APPS.items()}
+        run_many([RunTarget(apps[name](), name, f"/{name}") for name in names])
 
     def broadcast(self, app: str, method: str, deployment: str = "Decode") -> list[Any]:
         from ray import serve
@@ -34,7 +34,7 @@ class Serving:
         return list(serve.get_deployment_handle(deployment, app).broadcast(method).results())
 
 
-def canned_app(router: str, places: int = 4, ingress: Any = None) -> Any:
+def canned_app(router: str, replicas: int = 1, ingress: Any = None) -> Any:
     """An app of replicas without a model, with a router of Coterie."""
     from ray import serve
     from ray.serve.config import RequestRouterConfig
@@ -45,8 +45,8 @@ def canned_app(router: str, places: int = 4, ingress: Any = None) -> Any:
     config = RequestRouterConfig(
         request_router_class="coterie.stacks.ray.router.ExpertRouter", request_router_kwargs={"router": router}
     )
-    replica = serve.deployment(Canned, max_ongoing_requests=places, ray_actor_options=SMALL)
-    decode = replica.options(name="Decode", num_replicas=2, request_router_config=config).bind()
+    replica = serve.deployment(Canned, max_ongoing_requests=4, ray_actor_options=SMALL)
+    decode = replica.options(name="Decode", num_replicas=replicas, request_router_config=config).bind()
     if ingress is not None:
         return serve.deployment(ingress, ray_actor_options=SMALL).bind(decode)
     prefill = replica.options(name="Prefill", max_ongoing_requests=64).bind()

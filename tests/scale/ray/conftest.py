@@ -25,6 +25,8 @@ def serving() -> Iterator[Serving]:
         "COTERIE_PLUGINS": str(ROOT / "tests" / "support" / "raising_router.py"),
         "RAY_AUTH_MODE": "disabled",  # no file with a token in the user's folder
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "60",  # on a busy machine 0.1 s is over before a replica answers
+        "RAY_SERVE_MAX_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "60",
     }
     with (
         pytest.MonkeyPatch.context() as patch,
@@ -38,16 +40,12 @@ def serving() -> Iterator[Serving]:
         import ray
         from ray import serve
 
-        if os.environ.get("DEV_RAY"):
-            ray.init(address=os.environ["DEV_RAY"], namespace="serve", log_to_driver=False)
-            yield Serving(18765)
-            return
         # More processors than there are: actors wait for them, and these do little at a time.
         ray.init(num_cpus=8, include_dashboard=False, object_store_memory=200_000_000, _temp_dir=folder)
         port = free_port()
         serve.start(http_options={"port": port})
         running = Serving(port)
-        running.start()
+        running.start("canned", "raising", "several", "latency_aware")
         yield running
         serve.shutdown()
         ray.shutdown()

@@ -77,9 +77,19 @@ def tiny(serving: Serving) -> str:
     return f"{serving.url}/{TINY}"
 
 
+async def full(url: str) -> None:
+    """Wait until all eight places are taken and others wait, of which Serve routes four at a time."""
+    until = time.monotonic() + WAIT_S
+    while (now := await state(url))["unfinished"] != 8 or now["requests"] < 9:
+        assert time.monotonic() < until, now
+        await asyncio.sleep(0.1)
+    assert sum(now["running"].values()) == now["requests"] <= 12
+
+
 class TestCanned:
     def test_prefilled_first_and_passed_on(self, canned: str, serving: Serving) -> None:
-        serving.broadcast("canned", "take_seen")
+        for deployment in ("Prefill", "Decode"):
+            serving.broadcast("canned", "take_seen", deployment)
         status, data = asyncio.run(ask(canned, "ok"))
         assert status == 200
         assert data.endswith(DONE)
@@ -98,9 +108,9 @@ class TestCanned:
         status, data = asyncio.run(ask(canned, f"{failure} ok", stream=stream))
         assert status == 200
         assert data.endswith(DONE)
-        first, second = serving.broadcast("canned", "take_seen")
-        assert sorted([first[0][2], second[0][2]]) == [False, True]
-        assert asyncio.run(idle(canned))["fallbacks"] == {}
+        seen = [kv for replica in serving.broadcast("canned", "take_seen") for _, _, kv in replica]
+        assert sorted(seen) == [False, True]
+        assert "router_error" not in asyncio.run(idle(canned))["fallbacks"]
 
     @pytest.mark.parametrize("status", [503, 429])
     def test_the_last_refusal_is_passed_on(self, canned: str, status: int) -> None:
@@ -134,15 +144,11 @@ class TestCanned:
         asyncio.run(idle(canned))
 
     def test_more_requests_than_places_wait(self, canned: str, serving: Serving) -> None:
-        """Eight places, 20 requests that wait: Serve asks the router again and again, and each is counted once."""
+        """Of 20 requests 12 wait for a place: Serve asks the router again and again, and each is counted once."""
 
         async def run() -> list[int]:
             waiting = [asyncio.create_task(ask(canned, "wait ok", stream=True)) for _ in range(20)]
-            until = time.monotonic() + WAIT_S
-            while (now := await state(canned))["requests"] < 20:
-                assert time.monotonic() < until, now
-                await asyncio.sleep(0.1)
-            assert sum(now["running"].values()) == 20
+            await full(canned)
             await asyncio.to_thread(serving.broadcast, "canned", "open")
             return [status for status, _ in await asyncio.gather(*waiting)]
 
@@ -157,10 +163,7 @@ class TestCanned:
 
             await asyncio.gather(*(leave() for _ in range(4)))
             gone = [asyncio.create_task(ask(canned, "endless ok")) for _ in range(12)]  # four of them wait for a place
-            until = time.monotonic() + WAIT_S
-            while (await state(canned))["requests"] < 12:
-                assert time.monotonic() < until
-                await asyncio.sleep(0.1)
+            await full(canned)
             for task in gone:
                 task.cancel()
             await asyncio.gather(*gone, return_exceptions=True)
@@ -169,14 +172,14 @@ class TestCanned:
 
         asyncio.run(run())
 
-    def test_a_replica_dies_before_its_first_byte(self, canned: str, serving: Serving) -> None:
+    def test_a_replica_dies_before_its_first_byte(self, canned: str) -> None:
         status, data = asyncio.run(ask(canned, "die ok", stream=True))
         assert status == 503 or data.endswith(DONE)  # 503 if the other replica died of it too
         until = time.monotonic() + WAIT_S
-        while len(serving.broadcast("canned", "open")) < 2:
+        while len(asyncio.run(idle(canned))["running"]) < 2:
             assert time.monotonic() < until
             time.sleep(0.5)
-        assert len(asyncio.run(idle(canned))["running"]) == 2
+        assert asyncio.run(ask(canned, "ok"))[0] == 200
 
 
 class TestRaising:
@@ -186,7 +189,9 @@ class TestRaising:
         async def run() -> None:
             answers = await asyncio.gather(*(ask(url, "ok", stream=number % 2 == 0) for number in range(24)))
             assert [status for status, _ in answers] == [200] * 24
-            assert (await idle(url))["fallbacks"] == {"router_error": 24}  # so every footprint reached the router
+            counted = (await idle(url))["fallbacks"]  # more than the requests: a full replica sends some back
+            assert counted.keys() == {"router_error"}
+            assert counted["router_error"] >= 24  # so every footprint reached the router
 
         asyncio.run(run())
 
@@ -263,9 +268,11 @@ class TestTiny:
             time.sleep(0.5)
 
 
+@pytest.mark.long
 def test_fewer_experts_than_power_of_two_choices(serving: Serving) -> None:
     import compare
 
+    serving.start("power_of_two", TINY)
     compare.URL = serving.url
     result = compare.compare(0, requests=66)
     assert result.differing() == 0
