@@ -24,7 +24,7 @@ from coterie.prompts import load_prompts
 from gateway_runs import gateway, run
 from http1_peers import until
 
-RUNS, REQUESTS, CLIENTS, TOKENS = 10, 72, 24, 32
+RUNS, REQUESTS, CLIENTS, TOKENS = 10, 40, 24, 24
 MOST_LOST_PCT = 1.5
 
 
