@@ -13,6 +13,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
@@ -28,6 +29,9 @@ if TYPE_CHECKING:  # importing NumPy for --help would make it 50% slower
     from numpy.typing import NDArray
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
+AdminKeyFileOption = Annotated[
+    Path | None, typer.Option("--admin-key-file", help="File with the gateway's admin key. Default: COTERIE_ADMIN_KEY.")
+]
 
 WIDTH = 88
 """Largest width of a table, in characters: what a page of the documentation shows on a screen of 1280 pixels."""
@@ -240,30 +244,6 @@ NumExpertsOption = Annotated[
     int | None,
     typer.Option("--num-experts", min=1, max=65536, help="Experts per layer, if the file holds expert ids only."),
 ]
-RequestsOption = Annotated[
-    int | None,
-    typer.Option("--requests", help="Plan for single steps of so many requests, drawn from an activation trace."),
-]
-PhaseOption = Annotated[
-    str | None,
-    typer.Option(
-        "--phase",
-        help="What a request brings to such a step: prefill (its prompt), decode (a token), mixed (one its prompt, "
-        "the others a token), or all (its recorded tokens, as a prompt would). Default: prefill if there are prompts.",
-    ),
-]
-BurstsOption = Annotated[
-    float, typer.Option("--bursts", help="Share of such steps whose requests are all of one domain.")
-]
-OverOption = Annotated[
-    str | None,
-    typer.Option(
-        "--over",
-        help="Plan for single windows of a load table, its domains (labels up to a /), or mixtures of them: windows, "
-        "domains or mixtures.",
-    ),
-]
-StepsOption = Annotated[int, typer.Option("--steps", help="Steps or mixtures to draw.")]
 WindowOption = Annotated[
     str | None,
     typer.Option(
