@@ -115,6 +115,55 @@ def test_counts_follow_their_definition(actions: list[tuple[str, int, int]]) -> 
     check_fleet(larger)
 
 
+@given(st.lists(st.tuples(st.sampled_from("abfFxo"), st.integers(0, 2), st.integers(0, 9)), max_size=40))
+def test_two_front_ends_count_every_request_once(actions: list[tuple[str, int, int]]) -> None:
+    """Requests of two front ends arrive (a, b) and finish (f, F); they exchange (x), or a worker reports all (o)."""
+    prior = np.full((3, 8), 0.25)
+    mine, other, shared = (Fleet([9] * 3, prior) for _ in range(3))
+    owner: dict[str, Fleet] = {}
+    for number, (action, worker, tokens) in enumerate(actions):
+        if action in "ab":
+            owner[f"r{number}"] = mine if action == "a" else other
+            for fleet in (owner[f"r{number}"], shared):
+                fleet.admit(f"r{number}", worker, 10 + tokens, prior[0] * tokens / 9, tokens)
+        elif action in "fF" and owner:
+            name = sorted(owner)[tokens % len(owner)]
+            for fleet in (owner.pop(name), shared):
+                fleet.finish(name)
+        elif action == "o":
+            mine.observe(worker, int(shared.running[worker]))
+        elif action == "x":
+            mine.hear(other.own())
+            known = mine.own()
+            for name, part, whole in zip(known._fields, known.plus(other.own()), shared.own(), strict=True):
+                np.testing.assert_array_equal(part, whole, err_msg=name)
+            np.testing.assert_array_equal(mine.context_tokens, shared.context_tokens)
+            assert mine.routed == shared.routed
+        beyond = mine.in_flight - mine.running - mine.heard.running
+        assert (beyond >= 0).all()
+        check_fleet(mine)
+
+
+def test_a_request_that_a_worker_and_its_front_end_tell_of_counts_once() -> None:
+    mine, other = Fleet([9] * 2), Fleet([9] * 2)
+    for number in range(5):
+        other.admit(str(number), 0)
+    mine.observe(0, 5)
+    assert mine.in_flight.tolist() == [5, 0], "seen by the worker's report before the exchange"
+    mine.hear(other.own())
+    assert mine.in_flight.tolist() == [5, 0]
+    mine.observe(0, 7)
+    assert mine.in_flight.tolist() == [7, 0], "two are of a front end that says nothing"
+    mine.hear(Fleet([9] * 2).own())
+    assert mine.in_flight.tolist() == [2, 0]
+    larger = Fleet([9] * 3)
+    mine.hear(other.own())
+    larger.take_over(mine)
+    assert larger.heard.running.tolist() == [5, 0, 0]
+    larger.hear(Fleet([9] * 3).own())
+    assert larger.in_flight.tolist() == larger.running.tolist() == [0, 0, 0]
+
+
 def test_tokens_to_compute_are_within_the_context() -> None:
     fleet = Fleet([4])
     for wrong in (-1, 11, 1 << 50):

@@ -19,11 +19,13 @@ def check_fleet(fleet: Fleet) -> None:
     for worker, context, uncomputed, logs in fleet._residents.values():
         for total, part in zip(sums.values(), (1, context, uncomputed, logs is not None, logs), strict=True):
             total[worker] += 0 if part is None else part
+    own = fleet.own()
     for name, total in sums.items():
-        right = np.array_equal(getattr(fleet, name), total)
+        right = np.array_equal(getattr(own, name.removeprefix("_")), total)
         assert right, f"fleet.{name} differs from its requests' sum"
     least = np.minimum(fleet.in_flight, fleet.peak)
-    assert (least >= fleet.running).all(), "fleet.in_flight and fleet.peak must be at least fleet.running"
+    known = fleet.running + fleet.heard.running
+    assert (least >= known).all(), "fleet.in_flight and fleet.peak must be at least the requests that are known"
     assert np.isfinite(fleet._prior).all(), "a prior of the fleet is not finite"
 
 

@@ -27,7 +27,7 @@ from coterie_lab.suites.shared import run_cells
 from simulate_traces import quiet
 
 SLEEPERS = """
-import os, time
+import os, signal, time
 from coterie_lab.suites.running import in_parallel
 
 def work(item):
@@ -35,6 +35,7 @@ def work(item):
     time.sleep(900)
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     os.cpu_count = lambda: 2
     list(in_parallel(work, ["a", "b", "c"]))
 """

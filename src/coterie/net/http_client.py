@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
-import aiohttp
-
-from coterie.errors import UnavailableError, check, check_at_least, check_given
+from coterie.errors import UnavailableError, check, check_at_least
 from coterie.net.access import bearer
+from coterie.net.http1.messages import Headers
+from coterie.net.http1.upstream import Upstream, UpstreamError, UpstreamLimits
 from coterie.prompts import Prompt
 from coterie.wire.handoff import REQUEST_ID_HEADER
 
@@ -31,7 +31,8 @@ CALL_S = 120.0
 GRACE_S = 60.0
 """Seconds that requests in flight get after `duration_s` is over; a stalled server would hold them for an hour."""
 HEALTH_S = 2.0
-LOCAL = ("localhost", "127.0.0.1", "::1")
+MOST_BYTES = 1 << 32
+"""Largest answer in bytes: one with routed experts has megabytes."""
 
 
 class HttpResult(NamedTuple):
@@ -95,45 +96,55 @@ def completion_body(prompt: Prompt, model: str, max_tokens: int, chat: bool, **m
     return {"model": model, **asked, "max_tokens": max_tokens, "temperature": 0.0, "stream": False, **more}
 
 
+def json_headers(key: str | None, request_id: str | None = None) -> Headers:
+    """Return the headers of a request with a JSON body: the key as a bearer token, and the request's id."""
+    given = {"Content-Type": "application/json", **bearer(key)}
+    if request_id is not None:
+        given[REQUEST_ID_HEADER] = request_id
+    return [(name.encode(), value.encode()) for name, value in given.items()]
+
+
 class Client:
     """Client of a server: ``async with Client(url) as client: async for answer in client.send(path, bodies, 8): …``"""
 
     def __init__(self, url: str, timeout_s: float = REQUEST_S, key: str | None = None) -> None:
         """`key` is sent to the server as a bearer token."""
         self.url = server_url(url)
-        self._key = key
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, CONNECT_S))
-        self._call_timeout = aiohttp.ClientTimeout(total=min(timeout_s, CALL_S), sock_connect=CONNECT_S)
-        self._open: aiohttp.ClientSession | None = None
+        self._key, self._timeout_s = key, timeout_s
+        # One connection per request: one that is kept may be closed by the server just as it is used again, and sending
+        # a request a second time would count it twice.
+        limits = UpstreamLimits(
+            connect_s=min(timeout_s, CONNECT_S),
+            head_s=REQUEST_S,
+            idle_s=REQUEST_S,
+            body_bytes=MOST_BYTES,
+            idle_connections=0,
+        )
+        self._upstream = Upstream(self.url, limits)
 
     async def __aenter__(self) -> Self:
-        self._open = aiohttp.ClientSession(
-            timeout=self._timeout,
-            connector=aiohttp.TCPConnector(limit=0),  # send() limits the requests in flight
-            # One connection per request: a server that closes an idle connection just as it is reused would look
-            # dead (vLLM closes after 5 s, aiohttp's pool keeps 15 s).
-            headers={"Connection": "close", **bearer(self._key)},
-            # A proxy from the environment variables cannot reach servers on this machine.
-            trust_env=urlsplit(self.url).hostname not in LOCAL,
-        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._session.close()
+        await self._upstream.close()
 
-    @property
-    def _session(self) -> aiohttp.ClientSession:
-        return check_given(self._open, f"the client of {self.url} is not open: use it in `async with`")
+    async def _ask(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float, request_id: str | None = None
+    ) -> tuple[int, bytes]:
+        """Return status and body of the answer; raise UnavailableError if none arrives in time."""
+        data = b"" if body is None else json.dumps(body).encode()
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self._upstream.send(method, path, json_headers(self._key, request_id), data)
+                return answer.status, await answer.read()
+        except (UpstreamError, TimeoutError) as error:
+            problem = str(error) or f"{self.url}: nothing within {timeout_s:g} s"
+            raise UnavailableError(f"the server does not answer: {problem}") from None
 
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, str]:
         """Send one request and return status and text of the answer; raise UnavailableError if none arrives."""
-        try:
-            async with self._session.request(
-                method, self.url + path, json=body, timeout=self._call_timeout
-            ) as response:
-                return response.status, await response.text(errors="replace")
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise UnavailableError(f"{self.url} does not answer: {_reason(error)}") from None
+        status, data = await self._ask(method, path, body, min(self._timeout_s, CALL_S))
+        return status, data.decode("utf-8", "replace")
 
     async def post(
         self, path: str, body: Mapping[str, Any], request_id: str | None = None, *, number: int = 0, sent_s: float = 0.0
@@ -142,12 +153,10 @@ class Client:
 
         `request_id` identifies the request in the server's events and logs. `number` and `sent_s` go into the result.
         """
-        headers = {} if request_id is None else {REQUEST_ID_HEADER: request_id}
         try:
-            async with self._session.post(self.url + path, json=body, headers=headers) as response:
-                data, status = await response.read(), response.status
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            return HttpResult(number, sent_s, None, _reason(error), True)
+            status, data = await self._ask("POST", path, body, self._timeout_s, request_id)
+        except UnavailableError as error:
+            return HttpResult(number, sent_s, None, " ".join(str(error).split()), True)
         try:
             parsed = json.loads(data)
         except (ValueError, RecursionError):
@@ -218,10 +227,6 @@ async def served_model(client: Client) -> str:
         return str(json.loads(text)["data"][0]["id"])
     except (ValueError, RecursionError, LookupError, TypeError):
         raise UnavailableError(f"{client.url}/v1/models answers HTTP {status}, not a list of models") from None
-
-
-def _reason(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def error_message(parsed: Any, data: bytes) -> str:

@@ -71,6 +71,47 @@ class _Resident(NamedTuple):
     """[expert index] log(1 - p) in multiples of `UNIT`; None if the request has no profile."""
 
 
+class WorkerLoads(NamedTuple):
+    """Requests of one or several front ends at every worker; arrays are [worker]."""
+
+    running: NDArray[np.int64]
+    context_tokens: NDArray[np.int64]
+    prefill_tokens: NDArray[np.int64]
+    profiled: NDArray[np.int64]
+    """Number of requests with a profile."""
+    logs: NDArray[np.int32]
+    """[worker, expert index] sums of their log(1 - p), in multiples of `UNIT`."""
+    routed: int = 0
+    """Number of requests that these front ends admitted so far."""
+
+    @classmethod
+    def none(cls, workers: int, size: int) -> WorkerLoads:
+        counts = np.zeros((4, workers), np.int64)
+        return cls(counts[0], counts[1], counts[2], counts[3], np.zeros((workers, size), np.int32))
+
+    def fitted(self, workers: int, size: int) -> WorkerLoads:
+        """Return the loads for so many workers: rows beyond are left out; without profiles if `size` is another."""
+        made, rows = WorkerLoads.none(workers, size), min(workers, len(self.running))
+        for name in ("running", "context_tokens", "prefill_tokens"):
+            getattr(made, name)[:rows] = getattr(self, name)[:rows]
+        if self.logs.shape[1] == size:
+            made.profiled[:rows], made.logs[:rows] = self.profiled[:rows], self.logs[:rows]
+        return made._replace(routed=self.routed)
+
+    def plus(self, other: WorkerLoads) -> WorkerLoads:
+        return WorkerLoads(
+            self.running + other.running,
+            self.context_tokens + other.context_tokens,
+            self.prefill_tokens + other.prefill_tokens,
+            self.profiled + other.profiled,
+            self.logs + other.logs,
+            self.routed + other.routed,
+        )
+
+    def without_profiles(self) -> WorkerLoads:
+        return self._replace(profiled=np.zeros_like(self.profiled), logs=np.zeros_like(self.logs))
+
+
 class Fleet:
     """State of the decode workers; arrays are [worker]. The caller updates it; routers only read it."""
 
@@ -102,9 +143,12 @@ class Fleet:
         self.running = np.zeros(workers, np.int64)
         """Number of requests admitted and not finished, waiting ones included."""
         self.in_flight = np.zeros(workers, np.int64)
-        """Number of requests at the worker: `running`, and those of others by :meth:`observe`. Routers weigh this."""
+        """Number of requests at the worker: `running`, and those of other front ends by :meth:`hear` and
+        :meth:`observe`. Routers weigh this."""
+        self.heard = WorkerLoads.none(workers, size)
+        """Requests of other front ends, as they said last. All other arrays but `running` include them."""
         self.peak = np.zeros(workers, np.int64)
-        """Largest `running` since the last :meth:`observe`."""
+        """Largest `running` + `heard.running` since the last :meth:`observe`."""
         self.context_tokens = np.zeros(workers, np.int64)
         """Sum of the context tokens of these requests at admission."""
         self.prefill_tokens = np.zeros(workers, np.int64)
@@ -184,6 +228,7 @@ class Fleet:
             context,
             uncomputed,
             self.running,
+            self.heard.running,
             self.in_flight,
             self.peak,
             self.context_tokens,
@@ -213,15 +258,50 @@ class Fleet:
     def observe(self, worker: int, at_worker: int = 0, kv_used: float = 0.0) -> None:
         """Note what a worker reports: all requests that are there, and the share of its KV blocks in use.
 
-        Requests beyond the most that ran since the last report are those of other front ends: a report is older than
-        what is admitted and finished meanwhile, so no request of this fleet is taken for another's. Without arguments,
-        an earlier report is forgotten.
+        Requests beyond the most that were known since the last report are those of front ends that say nothing: a
+        report is older than what is admitted and finished meanwhile, so no known request is taken for another's.
+        Without arguments, an earlier report is forgotten.
         """
-        in_flight = int(self.running[worker]) + max(0, at_worker - int(self.peak[worker]))
-        self.kv_used[worker], self.peak[worker] = kv_used, self.running[worker]
+        known = int(self.running[worker] + self.heard.running[worker])
+        in_flight = known + max(0, at_worker - int(self.peak[worker]))
+        self.kv_used[worker], self.peak[worker] = kv_used, known
         if in_flight != self.in_flight[worker]:
             self.in_flight[worker] = in_flight
             self._shift(worker, None, 0)
+
+    def own(self) -> WorkerLoads:
+        """Return the requests of this front end, for others to :meth:`hear`."""
+        heard = self.heard
+        return WorkerLoads(
+            self.running.copy(),
+            self.context_tokens - heard.context_tokens,
+            self.prefill_tokens - heard.prefill_tokens,
+            self._profiled - heard.profiled,
+            self._logs - heard.logs,
+            self.routed - heard.routed,
+        )
+
+    def hear(self, others: WorkerLoads) -> None:
+        """Replace what other front ends said before.
+
+        A worker's report may have shown these requests already, as those of front ends that say nothing: requests that
+        are new here are first taken to be those, so that none counts twice until the next report.
+        """
+        before, self.heard = self.heard, others
+        shown = self.in_flight - self.running - before.running
+        shown -= np.clip(others.running - before.running, 0, shown)
+        self.in_flight[:] = self.running + others.running + shown
+        np.maximum(self.peak, self.running + others.running, out=self.peak)
+        for name, mine in (
+            ("context_tokens", self.context_tokens),
+            ("prefill_tokens", self.prefill_tokens),
+            ("profiled", self._profiled),
+            ("logs", self._logs),
+        ):
+            mine += getattr(others, name) - getattr(before, name)
+        self.routed += others.routed - before.routed
+        self._tracking |= bool(others.profiled.any())
+        self._refresh_all()
 
     def take_over(self, other: Fleet, priors: bool = False) -> None:
         """Copy the requests of `other` into this empty fleet. Each stays on its row, which this fleet must have.
@@ -234,6 +314,7 @@ class Fleet:
         last = int(np.flatnonzero(other.running).max(initial=-1))
         check(last < rows, f"the fleet has {rows} workers; requests run on worker {last}")
         same = self.tracks_experts and self.missed.shape[1] == other.missed.shape[1]
+        self.heard = other.heard.fitted(len(self), self.missed.shape[1])
         for name in ("running", "in_flight", "peak", "context_tokens", "prefill_tokens", "kv_used", "in_round"):
             getattr(self, name)[:rows] = getattr(other, name)[:rows]
         self.routed = other.routed
@@ -245,8 +326,7 @@ class Fleet:
             self._tracking = other._tracking
         else:
             self._residents = {name: known._replace(logs=None) for name, known in other._residents.items()}
-        self._mean = -1.0  # differs from any mean: the next line recomputes the values of all workers
-        self._shift(0, None, 0)
+        self._refresh_all()
 
     def _known(self, request_id: str) -> _Resident:
         if request_id not in self._residents:
@@ -262,6 +342,10 @@ class Fleet:
         if not _probable(profile):
             raise ConfigError(f"profile must hold finite numbers in 0 … {MOST_ACTIVATIONS}")
         return profile
+
+    def _refresh_all(self) -> None:
+        self._mean = -1.0  # differs from any mean: the next line recomputes the values of all workers
+        self._shift(0, None, 0)
 
     def _shift(self, worker: int, logs: NDArray[np.int32] | None, sign: int) -> None:
         """Add (`sign` 1) or subtract (-1) a request's logarithms, and update the workers' expert values."""
@@ -292,6 +376,7 @@ def _count_in(
     context: int,
     uncomputed: int,
     running: NDArray[np.int64],
+    heard: NDArray[np.int64],
     in_flight: NDArray[np.int64],
     peak: NDArray[np.int64],
     context_tokens: NDArray[np.int64],
@@ -305,7 +390,7 @@ def _count_in(
     """
     running[worker] += 1
     in_flight[worker] += 1
-    peak[worker] = max(peak[worker], running[worker])
+    peak[worker] = max(peak[worker], running[worker] + heard[worker])
     context_tokens[worker] += context
     prefill_tokens[worker] += uncomputed
     if in_round[worker]:

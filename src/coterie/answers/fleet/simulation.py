@@ -30,6 +30,7 @@ from coterie.routing import Fleet, Router, RouterFit
 from coterie.routing.base import routers as known_routers
 from coterie.routing.calibration import calibration
 from coterie.sim import FleetConfig, FleetSummary, run_fleet, summarise_fleet
+from coterie.sim.fleet.front_ends import ONE, FrontEnds
 from coterie.sim.fleet.requests import FleetRequests, Recordings, draw_requests, phase_recordings, split_recordings
 from coterie.traces.activations import ActivationTrace
 from coterie.traces.requests import RequestTrace
@@ -86,6 +87,8 @@ class FleetSettings:
     requests: int = REQUESTS
     """Requests served per split."""
     seed: int = 0
+    front_ends: FrontEnds = ONE
+    """Gateways that route to the fleet, and what they tell each other."""
     device_bytes: float | None = None
     """Memory of a device, for a note on the KV cache; None if unknown."""
     fitted: RouterFit | None = None
@@ -361,6 +364,7 @@ def _config(settings: FleetSettings, places: int) -> FleetConfig:
         places=places,
         kv_tokens=settings.kv_tokens,
         link=INFINIBAND_400G if settings.prefill else None,
+        front_ends=settings.front_ends,
     )
 
 

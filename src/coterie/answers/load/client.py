@@ -11,24 +11,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, Self
-from urllib.parse import urlsplit
 
-import aiohttp
 import msgspec
 
 from coterie.answers.load.workload import LoadRequest, Message
 from coterie.errors import UnavailableError, check_not_negative, check_positive
-from coterie.net.http_client import CONNECT_S, LOCAL, completion_path, server_url
-from coterie.wire.handoff import REQUEST_ID_HEADER
+from coterie.net.http1.messages import is_event_stream
+from coterie.net.http1.upstream import Answer, Upstream, UpstreamError, UpstreamLimits
+from coterie.net.http_client import CONNECT_S, completion_path, json_headers, server_url
 
 Kind = Literal["refused", "http_429", "http_4xx", "http_5xx", "reset", "timeout", "malformed", "cut"]
 
 METRICS = {"ttft": "ttft_s", "tpot": "tpot_s", "gap": "gap_s", "e2e": "e2e_s"}
 """Metric → attribute of an outcome. The gap is the longest time between two pieces of a stream."""
-KEEP_S = 2.0
-"""Seconds to keep an idle connection: less than servers do (vLLM: 5 s), so that few are closed as they are reused."""
+LIMITS = UpstreamLimits(connect_s=CONNECT_S, head_s=86_400.0, idle_s=86_400.0, keep_s=2.0, idle_connections=10_000)
+"""Limits of connections. An answer's own time limit is `Asking.timeout_s`. Idle connections are kept for less time than
+servers keep them (vLLM: 5 s), so that few are closed as they are reused."""
 MOST_LINE = 4 << 20
 """Most bytes of one event of a stream, or of a whole answer; a longer one is malformed."""
 
@@ -197,23 +196,14 @@ class LoadClient:
 
     def __init__(self, url: str, key: str | None = None) -> None:
         self.url = server_url(url)
-        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self._open: aiohttp.ClientSession | None = None
+        self._key = key
+        self._upstream = Upstream(self.url, LIMITS)
 
     async def __aenter__(self) -> Self:
-        trace = aiohttp.TraceConfig()
-        trace.on_connection_reuseconn.append(_note_reuse)
-        self._open = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S),
-            headers={"Accept-Encoding": "identity", **self._headers},
-            trace_configs=[trace],
-            trust_env=urlsplit(self.url).hostname not in LOCAL,
-        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._open is not None:
-            await self._open.close()
+        await self._upstream.close()
 
     async def ask(
         self, request: LoadRequest, asking: Asking, planned: float | None = None, marker: str = "", name: str = ""
@@ -227,8 +217,13 @@ class LoadClient:
         try:
             async with asyncio.timeout(asking.timeout_s):
                 await self._exchange(asking, asking.body(request, marker), answer, name)
-        except (_FailedError, aiohttp.ClientError, OSError, TimeoutError) as error:
-            failure, problem = _kind(error, asking.timeout_s)
+        except _FailedError as error:
+            failure, problem = error.kind, str(error)
+        except UpstreamError as error:
+            failure, problem = _KINDS.get(error.kind, "malformed"), str(error)
+        except TimeoutError:
+            failure, problem = "timeout", f"no whole answer within {asking.timeout_s:g} s"
+        if failure is not None:
             failure, problem = ("cut" if answer.begun else failure), " ".join(problem.split())[:200]
         end, usage = clock(), answer.usage
         times = answer.times if asking.stream else []
@@ -248,44 +243,30 @@ class LoadClient:
         )
 
     async def _exchange(self, asking: Asking, body: Mapping[str, Any], answer: _Answer, name: str) -> None:
-        noted = SimpleNamespace(reused=False)
+        headers = json_headers(self._key, name or None)
+        path = completion_path(asking.chat)
+        response = await self._upstream.send("POST", path, headers, msgspec.json.encode(body))
         try:
-            await self._post(asking, body, answer, name, noted)
-        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-            if not noted.reused or noted.answered:
-                raise
-            await self._post(asking, body, answer, name, noted)
-
-    async def _post(
-        self, asking: Asking, body: Mapping[str, Any], answer: _Answer, name: str, noted: SimpleNamespace
-    ) -> None:
-        assert self._open is not None, "the client is used in `async with`"
-        noted.reused, noted.answered = False, False
-        async with self._open.post(
-            self.url + completion_path(asking.chat),
-            data=msgspec.json.encode(body),
-            headers={"Content-Type": "application/json", **({REQUEST_ID_HEADER: name} if name else {})},
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-            allow_redirects=False,  # a redirect would send the key to another server
-            trace_request_ctx=noted,
-        ) as response:
-            noted.answered = True
             if response.status != 200:
                 raise _FailedError(_status_kind(response.status), await _reason(response))
             if not asking.stream:
                 await _read_whole(response, answer)
                 return
-            if response.content_type != "text/event-stream":
-                raise _FailedError("malformed", f"a stream was asked for, {response.content_type} came")
+            if not is_event_stream(response.headers):
+                kind = next((value for name, value in response.headers if name == b"content-type"), b"no type")
+                raise _FailedError("malformed", f"a stream was asked for, {kind.decode('latin-1')} came")
             await _read_stream(response, answer)
             if not answer.finished:
                 raise _FailedError("reset", "the stream ended before the answer did")
+        except _FailedError:
+            response.close()  # what follows must not hold the connection
+            raise
 
 
-async def _read_stream(response: aiohttp.ClientResponse, answer: _Answer) -> None:
+async def _read_stream(response: Answer, answer: _Answer) -> None:
     """Read events until ``[DONE]`` or the end of the stream."""
     rest, clock = b"", asyncio.get_running_loop().time
-    async for data in response.content.iter_any():
+    async for data in response:
         now = clock()
         *lines, rest = (rest + data).split(b"\n")
         if len(rest) > MOST_LINE:
@@ -299,9 +280,9 @@ async def _read_stream(response: aiohttp.ClientResponse, answer: _Answer) -> Non
             answer.take(event, now)
 
 
-async def _read_whole(response: aiohttp.ClientResponse, answer: _Answer) -> None:
+async def _read_whole(response: Answer, answer: _Answer) -> None:
     body = bytearray()
-    async for data in response.content.iter_any():
+    async for data in response:
         answer.begun = True
         body += data
         if len(body) > MOST_LINE:
@@ -312,16 +293,12 @@ async def _read_whole(response: aiohttp.ClientResponse, answer: _Answer) -> None
         raise _FailedError("malformed", "the answer has no finish_reason")
 
 
-async def _note_reuse(_session: aiohttp.ClientSession, context: SimpleNamespace, _params: object) -> None:
-    context.trace_request_ctx.reused = True
-
-
-async def _reason(response: aiohttp.ClientResponse) -> str:
+async def _reason(response: Answer) -> str:
     """Return the HTTP status, and the error message if the answer has one."""
     try:
-        data = await response.content.read(MOST_LINE)
+        data = await response.read(MOST_LINE)
         return f"HTTP {response.status}: {_error(_decoder.decode(data).error)[1]}"
-    except (aiohttp.ClientError, OSError, msgspec.MsgspecError, UnicodeDecodeError):
+    except (UpstreamError, msgspec.MsgspecError, UnicodeDecodeError):
         return f"HTTP {response.status}"
 
 
@@ -338,19 +315,8 @@ def _status_kind(status: int) -> Kind:
     return "http_429" if status == 429 else "http_5xx" if status >= 500 else "http_4xx"
 
 
-_KINDS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], Kind], ...] = (
-    (TimeoutError, "timeout"),  # includes aiohttp's own timeout of connecting
-    (aiohttp.ClientConnectorError, "refused"),
-    ((aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError, OSError), "reset"),
-)
-
-
-def _kind(error: Exception, timeout_s: float) -> tuple[Kind, str]:
-    if isinstance(error, _FailedError):
-        return error.kind, str(error)
-    kind: Kind = next((kind for types, kind in _KINDS if isinstance(error, types)), "malformed")
-    late = f"no whole answer within {timeout_s:g} s"
-    return kind, str(error) or (late if kind == "timeout" else type(error).__name__)
+_KINDS: Mapping[str, Kind] = {"connect": "refused", "reset": "reset", "timeout": "timeout"}
+"""Kind of an UpstreamError → kind of failure; any other is malformed."""
 
 
 async def chars_per_token(client: LoadClient, asking: Asking, text: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -85,6 +86,19 @@ def fleet_command(
         typer.Option("--preset", help="Calibrated device: h200, rtx-pro-6000, or a file written by coterie calibrate."),
     ] = "h200",
     ranks: Annotated[int, typer.Option("--ranks", min=1, max=1024, help="GPUs of one decoder (expert parallel).")] = 1,
+    gateways: Annotated[
+        int, typer.Option("--gateways", min=1, max=64, help="Gateways before the fleet; each routes its own requests.")
+    ] = 1,
+    exchange: Annotated[
+        float, typer.Option("--exchange", min=0.0, help="Seconds between two exchanges of the gateways; 0: at once.")
+    ] = 0.0,
+    told: Annotated[
+        str,
+        typer.Option(
+            "--told",
+            help="What gateways exchange: profiles (with counts), counts, reports (what workers say), or nothing.",
+        ),
+    ] = "profiles",
     splits: Annotated[
         int, typer.Option("--splits", min=1, max=1000, help="Ways to halve the trace; 1 gives no intervals.")
     ] = 6,
@@ -105,6 +119,7 @@ def fleet_command(
     from coterie.costs.presets import load_preset, step_model
     from coterie.models import model_of
     from coterie.routing import RouterFit, routers
+    from coterie.sim.fleet.front_ends import FrontEnds, Told
     from coterie.types import Topology, WeightDtype, check_dtype
 
     for name in (base, *(router or ())):
@@ -130,6 +145,7 @@ def fleet_command(
         splits=splits,
         requests=requests,
         seed=seed,
+        front_ends=FrontEnds(gateways, exchange, cast(Told, told)),
         device_bytes=device_bytes(device),
         fitted=None if fitted is None else RouterFit.load(fitted, workers=decoders),
     )
@@ -141,6 +157,7 @@ def fleet_command(
         "ranks": ranks,
         "base": base,
         "arrivals": _said(arrivals, rate),
+        "gateways": asdict(settings.front_ends),
         "fleets": [fleet.to_json() for fleet in reports],
         "verdict": " ".join(fleet.verdict for fleet in reports),
         "next": _next(trace, reports, fitted),
@@ -188,10 +205,12 @@ def _next(trace: Path, reports: list[FleetReport], fitted: Path | None) -> str:
 def _print(result: dict[str, Any], reports: list[FleetReport]) -> None:
     set_width()
     for one in reports:
+        told = result["gateways"]
+        many = f", {told['count']} gateways ({told['told']} each {told['every_s']:g} s)" if told["count"] > 1 else ""
         gpus = "" if result["ranks"] == 1 else f" of {result['ranks']} GPUs"
         prefill = f", {one.prefill} prefill workers" if one.prefill else ""
         print_table(
-            f"{one.model} in {one.dtype} on {result['device']}: {one.decoders} decoders{gpus}{prefill}, "
+            f"{one.model} in {one.dtype} on {result['device']}: {one.decoders} decoders{gpus}{prefill}{many}, "
             f"{one.in_flight:.3g} requests on each, {result['arrivals']}",
             ["router", "experts/step", "TPOT ms", "p99 ms", "TTFT ms", "mean TPOT saved %", "p99 saved %"],
             [_cells(row, number == 0) for number, row in enumerate(one.rows)],

@@ -28,6 +28,7 @@ from coterie.sim.fleet import _state as state
 from coterie.sim.fleet._loop import advance
 from coterie.sim.fleet._steps import MOST_DECODING, WORD, fill_bits, step_counts
 from coterie.sim.fleet.batching import Batching, WorkerQueues
+from coterie.sim.fleet.front_ends import ONE, FrontEnds, SeenFleets
 from coterie.sim.fleet.metrics import FleetRun
 from coterie.sim.fleet.requests import (
     EndedRequests,
@@ -74,6 +75,9 @@ class FleetConfig:
     arrives during a step joins the step after the next."""
     speeds: tuple[float, ...] | None = None
     """[decode worker] speed relative to the step model; 2 halves the step times."""
+    front_ends: FrontEnds = ONE
+    """Front ends that route to the fleet, each with a router. Several need decoders that compute no prompts and have
+    unbounded memory: how old a router's view of prompts and memory would be is not simulated."""
 
     def __post_init__(self) -> None:
         check_at_least(
@@ -96,6 +100,10 @@ class FleetConfig:
         )
         check_one_of(get_args(PrefillPolicy), prefill_policy=self.prefill_policy)
         check_not_negative(step_overhead_s=self.step_overhead_s)
+        check(
+            self.front_ends.count == 1 or not (self.both or self.kv_tokens),
+            f"front_ends.count={self.front_ends.count} must be 1 where workers do both, or with kv_tokens",
+        )
         if self.speeds is not None and len(self.speeds) != self.decode_workers:
             raise ConfigError(f"speeds has {len(self.speeds)} workers; there are {self.decode_workers} that decode")
 
@@ -134,6 +142,10 @@ def run_fleet(
         f"fleet has {len(fleet)} workers and {fleet.running.sum()} requests; expected "
         f"{config.decode_workers} without any",
     )
+    check(
+        controller is None or config.front_ends.count == 1,
+        f"front_ends.count={config.front_ends.count} must be 1 with a controller, which swaps one router",
+    )
     world = _world(requests, model, config, in_flight or 0, duplicates, until_s)
     queues = None if batching is None else WorkerQueues(batching, requests, world)
     return _Driver(requests, model, router, config, placement, fleet, controller, queues, world).serve()
@@ -155,7 +167,8 @@ class _Driver:
         world: state.World,
     ) -> None:
         self.requests, self.router, self.config = requests, router, config
-        self.fleet, self.controller, self.queues, self.world = fleet, controller, queues, world
+        self.seen = SeenFleets(config.front_ends, fleet, len(requests.recorded))
+        self.controller, self.queues, self.world = controller, queues, world
         world.loop["batching"] = queues is not None
         most = max(config.places, config.chunk_tokens if config.both or config.prefill_workers else 0)
         self.tables = *model.tables(max(most, MOST_DECODING)), *step_counts(model, placement)
@@ -198,7 +211,7 @@ class _Driver:
         if ended == self.reported:
             return
         for request in requests["ending"][self.reported : ended].tolist():
-            self.fleet.finish(str(request))
+            self.seen.of(request, float(requests["finish_s"][request])).finish(str(request))
             if self.controller is not None and requests["phase"][request] == state.DONE:
                 at_s, worker = float(requests["finish_s"][request]), int(requests["decoder"][request])
                 self.unseen.append(self.ended.finished(request, at_s, worker))
@@ -211,13 +224,13 @@ class _Driver:
         if swap is not None:
             self.router = swap.router
         if swap is not None and swap.fleet is not None:
-            swap.fleet.take_over(self.fleet)
-            self.fleet = swap.fleet
+            swap.fleet.take_over(self.seen.fleets[0])
+            self.seen.fleets[0] = swap.fleet
 
     def decide(self, request: int) -> int:
-        fleet, config = self.fleet, self.config
+        fleet, config = self.seen.of(request, float(self.world.loop["clock_s"])), self.config
         if config.both or config.kv_tokens is not None:
-            self.show_memory()
+            self.show_memory(fleet)
         recorded, prompt_tokens = self.recorded[request], self.prompt_tokens[request]
         known = Request(
             str(request),
@@ -235,12 +248,12 @@ class _Driver:
         fleet.admit(known.id, worker, prompt_tokens, decision.profile)
         return worker
 
-    def show_memory(self) -> None:
-        """Update the fleet's waiting prompt tokens and share of KV memory in use, per worker."""
+    def show_memory(self, fleet: Fleet) -> None:
+        """Update a fleet's waiting prompt tokens and share of KV memory in use, per worker."""
         workers = self.world.workers[self.config.prefill_workers :]
-        self.fleet.prefill_tokens[:] = workers["queued_tokens"]
+        fleet.prefill_tokens[:] = workers["queued_tokens"]
         if self.config.kv_tokens is not None:
-            self.fleet.kv_used[:] = workers["kv_used"] / workers["capacity"]
+            fleet.kv_used[:] = workers["kv_used"] / workers["capacity"]
 
     def cached(self, request: int) -> NDArray[np.int64] | None:
         """Return [decode worker] the prompt tokens in its cache; None if prompts share nothing."""
