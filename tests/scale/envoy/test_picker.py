@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 pytest.importorskip("grpc", reason="the picker needs coterie[envoy]")
 
 from canned_pairs import deleted, footprint_on, prefills
 from canned_workers import Canned, canned_workers, held, opens, says
-from coterie.gateway.config import LimitSettings
+from coterie.gateway.config import LimitSettings, PickerSection
+from coterie.gateway.embedded import EmbeddedFleet, run_embedded
 from coterie.net.http1.upstream import Upstream, UpstreamError
 from coterie.routing import Request
 from coterie.wire.footprints import KEY
@@ -26,10 +29,19 @@ from picked import Picked, behind_envoy, config_with, coordinate
 
 pytestmark = [pytest.mark.scale, needs_envoy]
 PATH = "/v1/completions"
+CHAT = [{"role": "user", "content": "How many ducks are there on the pond?"}]
 
 
 def endpoint(worker: Canned) -> bytes:
     return worker.url.removeprefix("http://").encode()
+
+
+def text_of(body: bytes, stream: bool) -> str:
+    """Text of an answer, of all its events if it streams."""
+    events = [event.removeprefix(b"data: ") for event in body.split(b"\n\n")[:-2]] if stream else [body]
+    choices = [choice for event in events for choice in msgspec.json.decode(event)["choices"]]
+    parts = [one["text"] if "text" in one else (one.get("message") or one["delta"]).get("content") for one in choices]
+    return "".join(part or "" for part in parts)
 
 
 def footprints_of_routes(picked: Picked) -> list[Any]:
@@ -252,15 +264,17 @@ def test_a_dead_worker_is_hidden_by_the_list(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fails_open", [False, True])
 def test_without_a_picker_envoy_does_as_configured(fails_open: bool, tmp_path: Path) -> None:
     async def test() -> None:
-        async with canned_workers("a", "b") as workers:
-            async with behind_envoy(tmp_path, config_with(workers), fails_open=fails_open) as picked:
-                assert (await picked.client.complete()).status == 200
-                await picked.picker.close(0)
+        async with (
+            canned_workers("a", "b") as workers,
+            behind_envoy(tmp_path, config_with(workers), fails_open=fails_open) as picked,
+        ):
+            assert (await picked.client.complete()).status == 200
+            await picked.picker.close(0)
+            answer = await picked.client.complete()
+            while fails_open and answer.status == 500:  # until Envoy's health checks have noticed
                 answer = await picked.client.complete()
-                while fails_open and answer.status == 500:  # until Envoy's health checks have noticed
-                    answer = await picked.client.complete()
-                assert (answer.status == 200) == fails_open
-                assert fails_open or answer.status >= 500
+            assert (answer.status == 200) == fails_open
+            assert fails_open or answer.status >= 500
 
     run(test)
 
@@ -295,6 +309,42 @@ def test_a_request_past_its_time_is_ended(tmp_path: Path) -> None:
                 assert not answer.body.endswith(b"[DONE]\n\n")
             await settled(picked.found)
             await workers[0].left.wait()
+
+    run(test)
+
+
+TEXTS = [("/v1/completions", {"prompt": "The quick brown fox. " * 9}), ("/v1/chat/completions", {"messages": CHAT})]
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[EmbeddedFleet]:
+    with run_embedded(decoders=2) as found:
+        yield found
+
+
+@pytest.mark.parametrize("mode", ["pick", "profiles", "prefill"])
+def test_real_workers_answer_as_when_asked_directly(fleet: EmbeddedFleet, mode: Any, tmp_path: Path) -> None:
+    async def test() -> None:
+        config = replace(fleet.config(), picker=PickerSection(listen="127.0.0.1:0", mode=mode))
+        direct = Client(fleet.workers[1].url)
+        async with behind_envoy(tmp_path, config, fleet.access) as picked:
+            await until(lambda: len(picked.found.open("decode")) == 2 and picked.found.open("prefill"))
+            seen, ask = footprints_of_routes(picked), picked.client.ask
+            for path, asked in TEXTS:
+                for stream in (False, True):
+                    body = {**asked, "max_tokens": 8, "temperature": 0, "stream": stream}
+                    answer = await (
+                        coordinate(picked.client, path, body) if mode == "profiles" else ask("POST", path, body)
+                    )
+                    told = await direct.ask("POST", path, body)
+                    assert answer.status == 200
+                    assert text_of(answer.body, stream) == text_of(told.body, stream) != ""
+            assert len(seen) == 4
+            sources = {decision["footprint"] for decision in picked.decisions()}
+            assert ("answer" in sources) == (mode != "pick")
+            assert all(footprint is not None for footprint in seen)
+            await settled(picked.found)
+        await direct.upstream.close()
 
     run(test)
 
