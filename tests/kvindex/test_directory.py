@@ -291,7 +291,7 @@ def test_wrong_settings_and_arguments() -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from([0, 1, 65]), events()), max_size=25), st.integers(0, 2**32 - 1))
+@given(st.lists(st.tuples(st.sampled_from([0, 1, 2, 63, 64, 65]), events()), max_size=25), st.integers(0, 2**32 - 1))
 def test_same_answers_as_dictionaries_and_sets(history: list[tuple[int, Any]], seed: int) -> None:
     blocks = KVDirectory(66, block_size=SIZE, rng=np.random.default_rng(seed))
     reference = ReferenceDirectory(66, SIZE)
@@ -299,3 +299,36 @@ def test_same_answers_as_dictionaries_and_sets(history: list[tuple[int, Any]], s
         blocks.apply(worker, event)
         reference.apply(worker, event)
     check_same(blocks, reference, [event.block_hashes for _, event in history if isinstance(event, BlockStored)])
+    check_directory(blocks)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from([0, 1, 2, 62, 63, 64, 65, 129]), st.integers(0, 2), st.booleans()), max_size=60)
+)
+def test_holders_come_and_go(history: list[tuple[int, int, bool]]) -> None:
+    """Few holders of a block are kept in a word, many in a set of workers."""
+    blocks, held = directory(130), np.zeros((130, 3), bool)
+    for worker, block, holds in history:
+        if holds:
+            blocks.stored(worker, stored([10 + block], [block, block]))
+        else:
+            blocks.removed(worker, removed([10 + block]))
+        held[worker, block] = holds
+        check_directory(blocks)
+    for block in range(3):
+        np.testing.assert_array_equal(blocks.match_tokens([block, block]), SIZE * held[:, block])
+    for worker in range(130):
+        blocks.drop_worker(worker)
+    check_directory(blocks)
+    assert blocks.counters.forgotten == held.sum()
+
+
+def test_more_workers_than_a_word_can_name() -> None:
+    most = 32_767
+    blocks = directory(most)
+    for worker in (0, most - 1):
+        blocks.stored(worker, stored([10], [1, 2]))
+    assert np.flatnonzero(blocks.match_tokens([1, 2])).tolist() == [0, most - 1]
+    with pytest.raises(ConfigError, match=f"at most {most}"):
+        blocks.grow(most + 1)

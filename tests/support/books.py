@@ -89,5 +89,14 @@ def check_directory(directory: KVDirectory) -> None:
         contents = set(map(tuple, held[held[:, 2] != 0, 2:].tolist()))
         marked = set(map(tuple, (held[:, :2] ^ _VEIL).tolist()))
         by_worker += len(contents - marked)
-    bits = int(np.bitwise_count(rows[:, 2:]).sum())
+    many = rows[rows[:, 2] >= 1 << 63, 2] ^ np.uint64(1 << 63)
+    few = rows[rows[:, 2] < 1 << 63, 2]
+    bits = int(np.bitwise_count(directory._sets[many]).sum())
+    bits += sum(int((few >> np.uint64(shift) & np.uint64(0x7FFF) != 0).sum()) for shift in (0, 15, 30, 45))
     assert by_worker == bits, f"workers hold {by_worker} contents, the table of contents says {bits}"
+    assert len(set(many.tolist())) == len(many), "two contents share a set"
+    freed, row = set(), int(table.used[2])
+    while row:
+        freed.add(row)
+        row = int(directory._sets[row, 0])
+    assert freed | set(many.tolist()) == set(range(1, int(table.used[1]) + 1)), "a set is lost"

@@ -5,8 +5,10 @@ addressing: linear probing from the entry given by the low bits of the key's sec
 there means an empty entry. Deletion shifts later entries back, so no entry becomes unreachable; entry numbers change,
 so callers must not keep them.
 
-The `contents` table maps the key of a block's content to one bit per worker. `held` tables (one per worker) map the key
-of a block's hash to the key of its content, 0 if the content is unknown.
+The `contents` table maps the key of a block's content to its holders, in one word: up to four workers, each as its
+number + 1 in 15 bits, or the row of a set of workers if there are more. `sets` is uint64 [set, word], with one bit per
+worker; rows that were freed form a list. `held` tables (one per worker) map the key of a block's hash to the key of its
+content, 0 if the content is unknown.
 """
 
 from __future__ import annotations
@@ -29,10 +31,18 @@ _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 _VEIL = np.uint64(0xD1B54A32D192ED02)
 """XOR mask from a content's key to the key of its ambiguity mark in a `held` table. Even, so that keys stay odd."""
 
-_CHUNK = np.int64(16)
+_CHUNK = np.int64(64)
 """Blocks whose keys are computed before the first lookup, so that the memory loads of the lookups overlap."""
 
 SMALLEST = 64
+
+_FEW = 4
+"""Holders that fit in the word of a content."""
+_BITS = np.uint64(15)
+_FIELD = np.uint64(0x7FFF)
+MOST_WORKERS = 0x7FFF
+_MANY = np.uint64(1 << 63)
+"""Bit that says that the word is the row of a set."""
 
 
 @helper()
@@ -135,25 +145,78 @@ def rehash(old: Words, new: Words) -> None:
 
 
 @njit()
-def _hold(rows: Words, used: NDArray[np.int64], first: np.uint64, second: np.uint64, worker: int) -> Any:
-    """Set the worker's bit in the key's row; returns whether it was set before."""
-    entry = _insert(rows, used, first, second)
-    bit = _ONE << (np.uint64(worker) & _LOW_SIX)
-    column = 2 + (worker >> 6)
-    before = rows[entry, column] & bit
-    rows[entry, column] |= bit
-    return before != _ZERO
+def _holds(word: np.uint64, sets: Words, worker: int) -> Any:
+    if word & _MANY:
+        return (sets[word ^ _MANY, worker >> 6] >> (np.uint64(worker) & _LOW_SIX)) & _ONE != _ZERO
+    while word != _ZERO:
+        if word & _FIELD == np.uint64(worker + 1):
+            return True
+        word >>= _BITS
+    return False
 
 
 @njit()
-def _release(rows: Words, used: NDArray[np.int64], first: np.uint64, second: np.uint64, worker: int) -> None:
-    """Clear the worker's bit in the key's row; delete the row if no worker holds it."""
+def _mark(word: np.uint64, bits: Words) -> None:
+    """Set the bits of the workers in a word that is not the row of a set."""
+    while word != _ZERO:
+        worker = (word & _FIELD) - _ONE
+        bits[worker >> np.uint64(6)] |= _ONE << (worker & _LOW_SIX)
+        word >>= _BITS
+
+
+@njit()
+def _hold(rows: Words, used: NDArray[np.int64], sets: Words, first: np.uint64, second: np.uint64, worker: int) -> Any:
+    """Add the worker to the key's holders; returns whether it held the key before."""
+    entry = _insert(rows, used, first, second)
+    word = rows[entry, 2]
+    if _holds(word, sets, worker):
+        return True
+    added = np.uint64(worker + 1)
+    if not word & _MANY:
+        for field in range(_FEW):
+            shift = np.uint64(field) * _BITS
+            if (word >> shift) & _FIELD == _ZERO:
+                rows[entry, 2] = word | added << shift
+                return False
+        row = used[2]  # the first freed row, or else the next new one
+        if row:
+            used[2] = np.int64(sets[row, 0])
+        else:
+            used[1] += 1
+            row = used[1]
+        sets[row] = _ZERO
+        _mark(word, sets[row])
+        word = _MANY | np.uint64(row)
+        rows[entry, 2] = word
+    sets[word ^ _MANY, worker >> 6] |= _ONE << (np.uint64(worker) & _LOW_SIX)
+    return False
+
+
+@njit()
+def _release(
+    rows: Words, used: NDArray[np.int64], sets: Words, first: np.uint64, second: np.uint64, worker: int
+) -> None:
+    """Remove the worker from the key's holders; delete the key's row if no worker holds it."""
     entry = _find(rows, first, second)
     if entry < 0:
         return
-    rows[entry, 2 + (worker >> 6)] &= ~(_ONE << (np.uint64(worker) & _LOW_SIX))
-    for column in range(2, rows.shape[1]):
-        if rows[entry, column] != _ZERO:
+    word = rows[entry, 2]
+    if word & _MANY:
+        row = np.int64(word ^ _MANY)
+        sets[row, worker >> 6] &= ~(_ONE << (np.uint64(worker) & _LOW_SIX))
+        if sets[row].any():
+            return
+        sets[row, 0], used[2] = np.uint64(used[2]), row
+    elif not _holds(word, sets, worker):
+        return
+    else:
+        kept = _ZERO
+        while word != _ZERO:
+            if word & _FIELD != np.uint64(worker + 1):
+                kept = kept << _BITS | word & _FIELD
+            word >>= _BITS
+        rows[entry, 2] = kept
+        if kept != _ZERO:
             return
     _delete(rows, used, entry)
 
@@ -164,6 +227,7 @@ def store(
     held_used: NDArray[np.int64],
     contents: Words,
     contents_used: NDArray[np.int64],
+    sets: Words,
     worker: int,
     keys: Words,
     tokens: Words,
@@ -194,12 +258,12 @@ def store(
             continue
         held[entry, 2], held[entry, 3] = above, below
         if old_above != _ZERO:
-            _release(contents, contents_used, old_above, old_below, worker)
+            _release(contents, contents_used, sets, old_above, old_below, worker)
         if _find(held, above ^ _VEIL, below ^ _VEIL) >= 0:
             tally[1] += 1
-        elif _hold(contents, contents_used, above, below, worker):
+        elif _hold(contents, contents_used, sets, above, below, worker):
             tally[1] += 1
-            _release(contents, contents_used, above, below, worker)
+            _release(contents, contents_used, sets, above, below, worker)
             _insert(held, held_used, above ^ _VEIL, below ^ _VEIL)
 
 
@@ -209,6 +273,7 @@ def remove(
     held_used: NDArray[np.int64],
     contents: Words,
     contents_used: NDArray[np.int64],
+    sets: Words,
     worker: int,
     keys: Words,
 ) -> int:
@@ -220,7 +285,7 @@ def remove(
             continue
         known += 1
         if held[entry, 2] != _ZERO:
-            _release(contents, contents_used, held[entry, 2], held[entry, 3], worker)
+            _release(contents, contents_used, sets, held[entry, 2], held[entry, 3], worker)
         _delete(held, held_used, entry)
     return known
 
@@ -231,12 +296,13 @@ def release_all(
     held_used: NDArray[np.int64],  # noqa: ARG001  # as in `store` and `remove`
     contents: Words,
     contents_used: NDArray[np.int64],
+    sets: Words,
     worker: int,
 ) -> None:
     """Clear a worker's bit in the rows of all blocks in its `held` table."""
     for entry in range(held.shape[0]):
         if held[entry, 2] != _ZERO:
-            _release(contents, contents_used, held[entry, 2], held[entry, 3], worker)
+            _release(contents, contents_used, sets, held[entry, 2], held[entry, 3], worker)
 
 
 @njit()
@@ -250,21 +316,33 @@ def content_of(held: Words, keys: Words, out: Words) -> bool:
 
 
 @njit()
-def _run(rows: Words, keys: Words, start: int, count: int, alive: Words, depth: NDArray[np.int64]) -> Any:
+def _run(
+    rows: Words, sets: Words, keys: Words, start: int, count: int, alive: Words, seen: Words, depth: NDArray[np.int64]
+) -> Any:
     """Match `count` more blocks for the workers in `alive`; returns False once no worker is left.
 
-    A worker that lacks a block is removed from `alive`, and the number of that block is its `depth`.
+    A worker that lacks a block is removed from `alive`, and the number of that block is its `depth`. `seen` holds the
+    last block's holders in its rows, and their word in the first row.
     """
-    width = alive.shape[0]
+    mask = np.uint64(rows.shape[0] - 1)
+    for block in range(count):  # without a branch, so that the processor waits for all of them at once
+        keys[block, 2] = rows[keys[block, 1] & mask, 0]
     for block in range(count):
         entry = _find(rows, keys[block, 0], keys[block, 1])
-        left = _ZERO
-        for word in range(width):
-            before = alive[word]
-            now = before & rows[entry, 2 + word] if entry >= 0 else _ZERO
-            alive[word] = now
+        word = rows[entry, 2] if entry >= 0 else _ZERO
+        if word == seen[0, 0]:
+            continue
+        seen[0, 0], left = word, _ZERO
+        holders = sets[word ^ _MANY] if word & _MANY else seen[1]
+        if not word & _MANY:
+            holders[:] = _ZERO
+            _mark(word, holders)
+        for column in range(alive.shape[0]):
+            before = alive[column]
+            now = before & holders[column]
+            alive[column] = now
             left |= now
-            gone, worker = before & ~now, 64 * word
+            gone, worker = before & ~now, 64 * column
             while gone != _ZERO and worker < depth.shape[0]:
                 if gone & _ONE:
                     depth[worker] = start + block
@@ -283,16 +361,19 @@ def _finish(blocks: int, alive: Words, depth: NDArray[np.int64]) -> None:
 
 
 @njit()
-def match_tokens(rows: Words, tokens: Words, contexts: Words, weights: Words, depth: NDArray[np.int64]) -> None:
+def match_tokens(
+    rows: Words, sets: Words, tokens: Words, contexts: Words, weights: Words, depth: NDArray[np.int64]
+) -> None:
     """Count the leading blocks that each worker holds, by the prompt's tokens."""
     size = weights.shape[1] - 4
     blocks = tokens.shape[0] // size
-    alive = np.full(rows.shape[1] - 2, ~_ZERO)
-    keys = np.empty((_CHUNK, 2), np.uint64)
+    alive = np.full(sets.shape[1], ~_ZERO)
+    seen = np.full((2, sets.shape[1]), ~_ZERO)
+    keys = np.empty((_CHUNK, 3), np.uint64)
     above = np.zeros(2, np.uint64)
     for start in range(0, blocks, _CHUNK):
         count = min(_CHUNK, blocks - start)
         _chain(tokens, contexts, weights, start, above, keys, count)
-        if not _run(rows, keys, start, count, alive, depth):
+        if not _run(rows, sets, keys, start, count, alive, seen, depth):
             return
     _finish(blocks, alive, depth)

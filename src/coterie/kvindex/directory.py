@@ -2,9 +2,9 @@
 
 Engines publish (parent's hash, tokens, hash) for each block they store, and the hash of each block they remove. A
 block's *content* is its tokens and context and those of all blocks before it; it gets a 128-bit key, chained from the
-first block on. One table maps a content's key to a bit per worker. So a prompt is matched by its tokens without any
-knowledge of an engine's hash function, and workers with different hashes for one content share a row. A second table
-per worker, hash → content, serves removals and children.
+first block on. One table maps a content's key to the workers that hold it. So a prompt is matched by its tokens without
+any knowledge of an engine's hash function, and workers with different hashes for one content share a row. A second
+table per worker, hash → content, serves removals and children.
 
 There are no false hits; a block that a worker holds may be missed:
 - only blocks in GPU memory and of the full-attention group are kept;
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from coterie.errors import InputError, check_at_least, check_given
+from coterie.errors import InputError, check, check_at_least, check_given
 from coterie.kvindex import _tables
 from coterie.kvindex.identity import NO_CONTEXTS, contexts, event_contexts, event_tokens, hash_keys, writeable
 from coterie.wire.kv_events import BlockRemoved, BlockStored, KVEvent
@@ -85,21 +85,18 @@ class _Table:
 
     def __init__(self, width: int, capacity: int = 0) -> None:
         self.entries: _Words = np.zeros((_tables.SMALLEST, 2 + width), np.uint64)
-        self.used: _Used = np.zeros(1, np.int64)
+        self.used: _Used = np.zeros(3, np.int64)
+        """Entries in use; of the contents also the sets ever in use, and the first set that was freed (0: none)."""
         self.reserve(capacity)
 
     def reserve(self, more: int) -> None:
         entries = len(self.entries)
-        while self.used.item() + more > entries * _FILL:
+        while self.used[0] + more > entries * _FILL:
             entries *= 2
         if entries > len(self.entries):
             grown = np.zeros((entries, self.entries.shape[1]), np.uint64)
             _tables.rehash(self.entries, grown)
             self.entries = grown
-
-    def widen(self, width: int) -> None:
-        """Add columns of zeros. No entry moves, because its position depends on its key alone."""
-        self.entries = np.pad(self.entries, ((0, 0), (0, 2 + width - self.entries.shape[1])))
 
 
 class _Waiting(NamedTuple):
@@ -124,6 +121,11 @@ class _Worker:
     """Key of an unknown parent → keys of the blocks that wait for it."""
 
 
+def check_few(num_workers: int) -> None:
+    most = _tables.MOST_WORKERS
+    check(num_workers <= most, f"num_workers={num_workers} must be at most {most}")
+
+
 class KVDirectory:
     """Directory of blocks per worker. `capacity` is the number of distinct blocks to allocate memory for at once.
 
@@ -146,6 +148,7 @@ class KVDirectory:
     ) -> None:
         check_at_least(1, num_workers=num_workers, block_size=block_size, max_blocks=max_blocks)
         check_at_least(0, group=group)
+        check_few(num_workers)
         self.num_workers, self.block_size, self.group, self.max_blocks = num_workers, block_size, group, max_blocks
         self.limits: dict[int, int] = {}
         self.counters = DirectoryCounts()
@@ -153,15 +156,17 @@ class KVDirectory:
         rng = np.random.default_rng() if rng is None else rng
         self._seeds = rng.integers(0, 1 << 64, 2, np.uint64)
         self._weights = rng.integers(0, 1 << 64, (2, block_size + 4), np.uint64) | np.uint64(1)
-        self._contents = _Table(-(-num_workers // 64), capacity)
+        self._contents = _Table(1, capacity)
+        self._sets: _Words = np.zeros((1, -(-num_workers // 64)), np.uint64)
         self._workers = [_Worker(group) for _ in range(num_workers)]
 
     def grow(self, num_workers: int) -> None:
         """Make room for more workers; existing workers keep their numbers and blocks."""
         check_at_least(self.num_workers, num_workers=num_workers)
+        check_few(num_workers)
         self._workers += [_Worker(self.group) for _ in range(num_workers - self.num_workers)]
         self.num_workers = num_workers
-        self._contents.widen(-(-num_workers // 64))
+        self._sets = np.pad(self._sets, ((0, 0), (0, -(-num_workers // 64) - self._sets.shape[1])))
 
     def apply(self, worker: int, event: KVEvent) -> None:
         """Apply the next event of a worker's stream; see :class:`Follower` for gaps."""
@@ -241,14 +246,14 @@ class KVDirectory:
         encoded = contexts(len(words) // self.block_size, lora, cache_salt, extra_keys)
         keys = check_given(encoded, "extra_keys hold a value that msgpack cannot encode", InputError)
         depth = np.zeros(self.num_workers, np.int64)
-        _tables.match_tokens(self._contents.entries, words, keys, self._weights, depth)
+        _tables.match_tokens(self._contents.entries, self._sets, words, keys, self._weights, depth)
         return depth * self.block_size
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tables, without waiting blocks."""
         held = sum(state.held.entries.nbytes for state in self._workers)
-        return self._contents.entries.nbytes + held
+        return self._contents.entries.nbytes + self._sets.nbytes + held
 
     def check_worker(self, worker: int) -> None:
         if not 0 <= worker < self.num_workers:
@@ -264,7 +269,7 @@ class KVDirectory:
         if state.blocks + blocks > limit:
             self._refuse(blocks, f"worker {worker} tells of {state.blocks + blocks} blocks, must be at most {limit}")
             return False
-        if state.held.used.item() > 2 * limit:  # blocks and marks: marks are never deleted one by one
+        if state.held.used[0] > 2 * limit:  # blocks and marks: marks are never deleted one by one
             self.forget(worker)
         return True
 
@@ -272,8 +277,9 @@ class KVDirectory:
         self.counters.refused += blocks
         self.counters.last_error = reason
 
-    def _arrays(self, state: _Worker) -> tuple[_Words, _Used, _Words, _Used]:
-        return state.held.entries, state.held.used, self._contents.entries, self._contents.used
+    def _arrays(self, state: _Worker) -> tuple[_Words, _Used, _Words, _Used, _Words]:
+        contents = self._contents
+        return state.held.entries, state.held.used, contents.entries, contents.used, self._sets
 
     def _learn_group(self, worker: int, state: _Worker, event: BlockStored) -> None:
         """Set the full-attention group from the first event that names its group's kind."""
@@ -299,6 +305,8 @@ class KVDirectory:
         more = len(keys)
         state.held.reserve(2 * more)  # an entry for each block, and possibly one for a mark
         self._contents.reserve(more)
+        if self._contents.used[1] + more >= len(self._sets):
+            self._sets = np.pad(self._sets, ((0, len(self._sets) + more), (0, 0)))
         tally = np.zeros(2, np.int64)
         _tables.store(*self._arrays(state), worker, keys, tokens, contexts_, self._weights, parent, tally)
         new, ambiguous = tally.tolist()

@@ -170,12 +170,10 @@ class Moves:
 class SearchProgress(NamedTuple):
     """Progress of a search that plans one layer after another."""
 
-    price: int
-    """Index of the price per move being tried; always 0 without a budget."""
     layer: int
     layers: int
     objective_s: float
-    """Best objective so far in this layer, in seconds, including the price of its moves."""
+    """Best objective so far in this layer, in seconds."""
     bound_s: float
 
 
@@ -190,13 +188,9 @@ class Proof:
     objective_s: NDArray[np.float64]
     """[layer] objective of the plan."""
     bound_s: NDArray[np.float64]
-    """[layer] lower bound over all placements of the layer, ignoring the budget of moves."""
+    """[layer] lower bound over all placements of the layer."""
     closed: NDArray[np.bool_]
     """[layer] whether objective and bound are within the requested gap."""
-    seconds: NDArray[np.float64]
-    """[layer] search time."""
-    total_bound_s: float
-    """Lower bound of the objective over all plans within the budget of moves."""
 
     @property
     def gap(self) -> NDArray[np.float64]:
@@ -206,7 +200,7 @@ class Proof:
     @property
     def total_gap(self) -> float:
         total = float(self.objective_s.sum())
-        return (total - self.total_bound_s) / total if total else 0.0
+        return (total - float(self.bound_s.sum())) / total if total else 0.0
 
 
 class Unseen(NamedTuple):

@@ -1,1 +1,1 @@
-"""Coterie's decisions inside the serving stacks of others: each package is another front of a gateway."""
+"""Coterie's routers inside serving stacks that fleets already run; one package for each, with an extra of its name."""

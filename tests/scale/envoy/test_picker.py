@@ -313,7 +313,10 @@ def test_a_request_past_its_time_is_ended(tmp_path: Path) -> None:
     run(test)
 
 
-TEXTS = [("/v1/completions", {"prompt": "The quick brown fox. " * 9}), ("/v1/chat/completions", {"messages": CHAT})]
+TEXTS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": "The quick brown fox. " * 9}),
+    ("/v1/chat/completions", {"messages": CHAT}),
+]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from coterie.costs.presets import step_model
 from coterie.models import get_model
 from coterie.routing import Calibration, Fleet, Request, Router, RouterFit, routers
 from coterie.types import Placement
-from coterie_lab.benches.kvindex import kv_directory_rows
+from coterie_lab.benches.kvindex import HOLDERS, kv_directory_rows
 from coterie_lab.benches.timing import Row, median_us
 
 SHAPE = "qwen3-30b-a3b"
@@ -31,7 +31,15 @@ FIT_REQUESTS, FIT_WORKERS = 1000, 16
 
 def bench_routing(report: Report) -> list[Row]:
     """Time one decision of every router, the bookkeeping of the fleet, fitting, and the KV directory."""
-    return [*_decision_rows(report), *_fit_rows(report), *kv_directory_rows(report)]
+    return [*_decision_rows(report, SIZES), *_fit_rows(report), *kv_directory_rows(report)]
+
+
+def bench_scale(report: Report) -> list[Row]:
+    """Time decisions over 1,000 workers, and a KV directory of 10 million blocks that 1,000 workers hold."""
+    return [
+        *_decision_rows(report, SIZES[-1:]),
+        *kv_directory_rows(report, num_blocks=10**7 // HOLDERS, num_workers=1000),
+    ]
 
 
 def _counts(requests: int, rng: Generator, tokens: int = 400) -> np.ndarray:
@@ -69,11 +77,11 @@ def _busy_fleet(workers: int, fitted: RouterFit, counts: np.ndarray, rng: Genera
     return fleet
 
 
-def _decision_rows(report: Report) -> Iterator[Row]:
+def _decision_rows(report: Report, workers: tuple[int, ...]) -> Iterator[Row]:
     cost = DecodeStepPrices.of(step_model(get_model(SHAPE), "h200"), IN_FLIGHT)
     rng = np.random.default_rng(0)
     counts = _counts(16, rng)
-    for size in SIZES:
+    for size in workers:
         report(f"fitting {size} workers", 0, len(routers.names()))
         fitted = _fitted(size, rng)
         fleet = _busy_fleet(size, fitted, counts, rng)

@@ -314,8 +314,7 @@ def _slots(options: PlanOptions, experts: int, name: str) -> int:
 def _layers_done(report: Report, layer_ids: tuple[int, ...]) -> Callable[[SearchProgress], None]:
     def tell(at: SearchProgress) -> None:
         gap = max(0.0, 1 - at.bound_s / at.objective_s) if at.objective_s > 0 else 0.0
-        turn = f", price {at.price} of a move" if at.price else ""
-        report(f"Layer {layer_ids[at.layer]}, gap {gap:.1%}{turn}", at.layer, at.layers)
+        report(f"Layer {layer_ids[at.layer]}, gap {gap:.1%}", at.layer, at.layers)
 
     return tell
 

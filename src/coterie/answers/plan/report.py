@@ -87,7 +87,7 @@ def summary(planned: Planned) -> dict[str, Any]:
         if proof is None
         else {
             "objective_s": float(proof.objective_s.sum()),
-            "bound_s": proof.total_bound_s,
+            "bound_s": float(proof.bound_s.sum()),
             "gap": proof.total_gap,
             "worst_gap": float(proof.gap.max()),
             "layers_closed": int(proof.closed.sum()),

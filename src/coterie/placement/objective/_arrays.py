@@ -321,16 +321,3 @@ def _part(share: Array, tokens: float) -> float:
     fewer = min(int(1.0 / tokens), most - 1)
     rest = (fewer + 1.0) * (1.0 - fewer * tokens)  # 0 at 1 / fewer, 1 at 1 / (fewer + 1)
     return float(share[fewer - 1] + rest * (share[fewer] - share[fewer - 1]))
-
-
-@njit()
-def parts_taken(share: Array, shares: Array) -> Array:
-    """Return the parts [rank, expert] of the time for all tokens that these `shares` [rank, expert] take.
-
-    `share` is the table [replicas - 1, expert].
-    """
-    taken = np.empty(shares.shape)
-    for rank in range(len(shares)):
-        for expert in range(shares.shape[1]):
-            taken[rank, expert] = _part(share[:, expert], shares[rank, expert])
-    return taken

@@ -78,13 +78,6 @@ class Steps:
         side_by_side(split_steps, len(busy), rows, self.tokens, *self.prices, speeds, speeds > 0, busy)
         return busy
 
-    def replica_s(self, layer: int, replicas: int) -> Array:
-        """Return the seconds [rank, expert, count - 1, scenario] of one of `count` equal replicas, up to `replicas`."""
-        scenarios, experts = self.tokens.shape[1:]
-        seconds = np.empty((len(self.touch), experts, replicas, scenarios))
-        fill_replicas(self.tokens[layer], self.touch, self.per_token[layer], self.whole, seconds)
-        return seconds
-
     def of_layers(self, layers: NDArray[np.integer]) -> Steps:
         return replace(
             self,
@@ -136,22 +129,6 @@ def assess_steps(
                     times[rank] += per_token[layer, rank, expert] * part
                     if touch[rank] > 0.0:
                         times[rank] += touch[rank] * touched(part, whole)
-
-
-@njit()
-def fill_replicas(tokens: Array, touch: Array, per_token: Array, whole: bool, seconds: Array) -> None:
-    """Fill `seconds` [rank, expert, count - 1, scenario] with the time of one of `count` equal replicas, in one layer.
-
-    `tokens` is [scenario, expert]; `touch` and `per_token` are in seconds, [rank] and [rank, expert].
-    """
-    ranks, experts, replicas, scenarios = seconds.shape
-    for rank in range(ranks):
-        for expert in range(experts):
-            for index in range(replicas):
-                for scenario in range(scenarios):
-                    part = tokens[scenario, expert] / (index + 1.0)
-                    streamed = touch[rank] * touched(part, whole)
-                    seconds[rank, expert, index, scenario] = per_token[rank, expert] * part + streamed
 
 
 @njit()

@@ -2,21 +2,26 @@
 
 It minimises the objective of :meth:`Problem.score`, layer by layer, with HiGHS. Faster planners are compared with it,
 and it can plan maps offline. It takes seconds per layer. With equal shares over many ranks (288 slots on 32) the gap
-may not close at all; the proof then states the remaining gap.
+may not close at all; the proof then states the remaining gap, and a layer may take longer than its time limit, because
+HiGHS does not stop while it simplifies a program. If the load has scenarios, it plans for the mean step.
 
-A budget of moves couples the layers. Each move is given a price, which is bisected. Among all placements found at any
-price, the best combination of one placement per layer within the budget is chosen; the highest bound over the prices is
-the lower bound.
+Columns of a layer's program: `T`, the slowest rank's processing above the floor; `M`, the slowest rank's load time; and
 
-Over scenarios (:attr:`Load.scenarios`) it minimises their expected time, for equal shares and small layers; larger
-layers are refused. With the optimal split it plans for the mean step.
+* equal split: ``z[expert, rank, n]`` is 1 if the expert has n replicas and one of them is on the rank, ``y[expert, n]``
+  is 1 if it has n replicas;
+* optimal split: ``z[expert, rank]`` is 1 if the rank holds the expert, ``x[expert, rank] <= z`` is its share of the
+  expert's tokens. Seconds are assumed proportional to the share, which is too low for reading weights: the bound stays
+  valid, and the placement is evaluated with its true cost.
+
+Given a known placement, no rank of a better placement is slower than that placement's excess allows, since movement
+costs at least 0: columns that would take longer are left out.
 
 Wrong if the next window differs from this one, as every planner. A `gap` below the accuracy of the load wastes time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Literal
@@ -24,21 +29,18 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, check, check_at_least, check_not_negative, check_one_of
+from coterie.errors import check, check_not_negative, check_one_of
 from coterie.placement.base import Load, Plan, Progress, Proof, SearchProgress, planners
 from coterie.placement.objective import PRICES_HINT, Objective, Problem
 from coterie.placement.objective._arrays import Array
-from coterie.placement.planning.milp.program import LayerSolution, LayerSteps, Mask, ProgramLayer
-from coterie.placement.planning.milp.solving import Search, best_shares, solve
+from coterie.placement.planning.latency_optimal import LatencyOptimal
+from coterie.placement.planning.milp import INF, ConstraintRows, minimise
 from coterie.placement.planning.packing import living_ranks
+from coterie.placement.splits.shares import optimal_shares
 from coterie.registry import needs
 from coterie.types import Placement, Topology
 
-PRICES = 8
-"""Most prices per move that are tried to keep to a budget."""
-
-LARGEST = 1024
-"""Largest experts x ranks x scenarios of a layer that is solved over scenarios: above it the gap seldom closes."""
+Slots = NDArray[np.int32]
 
 TOLERANCE = 1e-5
 """Gap that the solver's tolerances leave, as a share of the objective above its floor."""
@@ -62,12 +64,7 @@ class LatencyOptimalIlp:
     gap_moves: float = 0.0
     """The same gap in units of the cheapest move; the larger of the two gaps applies."""
     time_limit_s: float = 60.0
-    """Most seconds per layer; with a budget of moves, per layer and price."""
-    max_moves: int | None = None
-    """Budget of moves over all layers; None: no limit."""
-    warm_start: bool = True
-    """Whether to start from the plan of latency_optimal; otherwise from the current placement."""
-    threads: int = 1
+    """Most seconds per layer."""
     progress: Progress | None = field(default=None, repr=False, compare=False)
     """Callback at every layer and about twice a second; returning False ends the search with the best plan so far."""
 
@@ -75,256 +72,160 @@ class LatencyOptimalIlp:
         check_one_of(("equal", "optimal"), split=self.split)
         check_not_negative(gap=self.gap, gap_moves=self.gap_moves)
         check(self.time_limit_s > 0, f"time_limit_s={self.time_limit_s} must be above 0")
-        check_at_least(0, max_moves=self.max_moves)
-        check_at_least(1, threads=self.threads)
 
     def plan(
         self, load: Load, topology: Topology, current: Placement, shares: NDArray[np.floating] | None = None
     ) -> Plan:
-        if self.split == "optimal":
-            load = load.mean
-        problem = self.objective.problem(load, topology, current, shares)
-        _check_size(problem)
-        starts = [self._heuristic(load, topology, current)] if self.warm_start else []
-        return self.solve(problem, starts=starts)
+        problem = self.objective.problem(load.mean, topology, current, shares)
+        heuristic = LatencyOptimal(objective=self.objective, split=self.split).plan(load.mean, topology, current)
+        return self.solve(problem, starts=[heuristic.placement.slot_experts])
 
-    def solve(self, problem: Problem, *, starts: Sequence[NDArray[np.integer]] = ()) -> Plan:
+    def solve(self, problem: Problem, *, starts: Sequence[Slots] = ()) -> Plan:
         """Solve a problem; return the plan with its proof.
 
-        Each layer starts from the best of `starts`, placements [layer, slot], and the current placement; `warm_start`
-        applies to :meth:`plan` only. If the gain is not above the cost of planning, the plan keeps the placement in
-        force; the proof is that of the placement found.
+        Each layer starts from the best of the valid placements `starts` [layer, slot] and the current placement. If the
+        gain is not above the cost of planning, the plan keeps the placement in force; the proof is that of the
+        placement found.
         """
+        began, stopped = perf_counter(), False
         living_ranks(problem)  # more slots than experts are refused
-        check(
-            problem.steps is None or self.split != "optimal",
-            "split='optimal' is solved for the mean step; make the problem of load.mean",
-        )
-        _check_size(problem)
-        return _Planning(self, problem, starts).solution()
+        check(problem.steps is None, "the integer program is of the mean step; make the problem of load.mean")
+        known = [*starts, *([problem.current.slot_experts] if problem.sound else [])]
+        check(known, "the current placement is not valid, and no start is given")
+        slots = self._best(problem, known)
+        base, start_s = problem.objective.horizon * problem.floor, self._total_s(problem, slots)
+        better, bounds, gap_s = slots.copy(), np.zeros(len(slots)), self._gap_s(problem, start_s)
+        for layer, excess in enumerate((start_s - base).tolist()):
 
-    def _heuristic(self, load: Load, topology: Topology, current: Placement) -> NDArray[np.int32]:
-        from coterie.placement.planning.latency_optimal import LatencyOptimal
+            def tell(excess: float, bound: float, layer: int = layer) -> bool:
+                nonlocal stopped
+                at = SearchProgress(layer, len(slots), base[layer] + excess, base[layer] + bound)
+                stopped = stopped or (self.progress is not None and self.progress(at) is False)
+                return not stopped
 
-        planner = LatencyOptimal(objective=self.objective, split=self.split)
-        return planner.plan(load, topology, current).placement.slot_experts
+            if excess > 0 and tell(excess, 0.0):
+                program = _Program(problem, self.split, layer, excess)
+                better[layer], bounds[layer] = program.solve(slots[layer], gap_s[layer], self.time_limit_s, tell)
+        return self._report(problem, self._best(problem, [slots, better]), bounds, began)
 
+    def _shares(self, problem: Problem, slots: Slots) -> Array | None:
+        return optimal_shares(problem, slots) if self.split == "optimal" else None
 
-class _Planning:
-    """One run: the layers, the placements found for each layer at any price, and the search times."""
+    def _total_s(self, problem: Problem, slots: Slots) -> Array:
+        return problem.score(slots, self._shares(problem, slots)).total_s
 
-    def __init__(self, ilp: LatencyOptimalIlp, problem: Problem, starts: Sequence[NDArray[np.integer]]) -> None:
-        self.began = perf_counter()
-        self.ilp, self.problem = ilp, problem
-        self.living = np.flatnonzero(problem.alive)
-        self.layers = [self._layer(index, 0.0) for index in range(problem.current.num_layers)]
-        maps = [problem.current.slot_experts, *starts]
-        self.sound = True  # whether the current placement is valid
-        self.points = [self._starts(index, maps) for index in range(len(self.layers))]
-        self.seconds = np.zeros(len(self.layers))
-        self.stopped = False
+    def _best(self, problem: Problem, options: Sequence[Slots]) -> Slots:
+        """Return the best of the placements in each layer."""
+        best = np.stack([self._total_s(problem, slots) for slots in options]).argmin(axis=0)
+        return np.asarray(np.stack(options)[best, np.arange(len(best))], np.int32)
 
-    def solution(self) -> Plan:
-        chosen, budget = self._at(0), self.ilp.max_moves
-        bounds = np.array([candidate.bound for candidate in chosen])
-        total_bound = float(bounds.sum())
-        if budget is not None and sum(map(self._moves, range(len(chosen)), chosen)) > budget:
-            total_bound = max(total_bound, self._priced_bound(budget))
-            chosen = self._cheapest(budget)
-        return self._report(chosen, bounds, total_bound)
+    def _gap_s(self, problem: Problem, total_s: Array) -> Array:
+        """Return the gap [layer] at which a search ends, in seconds."""
+        objective, load_in = problem.objective, problem.load_in[:, problem.alive]
+        cheapest = np.where(load_in > 0, load_in, np.inf).min(axis=(1, 2))  # [layer]
+        per_move = np.where(np.isfinite(cheapest), cheapest, 0.0) * objective.exposed * (objective.move_price or 1.0)
+        return np.maximum(self.gap * total_s, self.gap_moves * per_move)
 
-    def _layer(self, index: int, price: float) -> ProgramLayer:
-        problem, objective, living = self.problem, self.problem.objective, self.living
-        unit, share, steps = problem.unit[index, living], problem.share[index].T, None
-        if problem.steps is not None:
-            seconds = problem.steps.replica_s(index, problem.share.shape[1])[living]
-            steps = LayerSteps(seconds, problem.steps.weights)
-            unit, share = _expected(seconds @ steps.weights)
-        return ProgramLayer(
-            unit,
-            share,
-            problem.load_in[index, living],
-            problem.topology.rank_speeds[living],
-            problem.current.slots_per_rank,
-            float(problem.floor[index]),
-            objective.horizon,
-            objective.exposed,
-            objective.exposed * objective.move_price,
-            price,
-            steps,
-        )
-
-    def _starts(self, index: int, maps: Sequence[NDArray[np.integer]]) -> list[LayerSolution]:
-        """Return the known valid placements of the layer; the current one is repaired if it is not valid."""
-        layer = self.layers[index]
-        candidates = []
-        for number, slots in enumerate(maps):
-            holds, doubled = self._holds(slots[index])
-            if doubled or not holds.any(axis=0).all():
-                if number:
-                    continue
-                holds, self.sound = _repaired(layer, holds), False
-            shares = best_shares(layer, holds) if self.ilp.split == "optimal" else None
-            candidates.append(LayerSolution(holds, shares, layer.excess(holds, shares), 0.0))
-        return candidates
-
-    def _holds(self, slots: NDArray[np.integer]) -> tuple[Mask, bool]:
-        """Return which experts each rank holds [living rank, expert], and whether a rank holds one of them twice."""
-        by_rank = slots.reshape(self.problem.current.num_ranks, -1)[self.living]
-        holds = np.zeros((len(by_rank), self.problem.current.num_experts), bool)
-        np.put_along_axis(holds, np.asarray(by_rank, np.int64), True, axis=1)
-        return holds, bool(holds.sum() < by_rank.size)
-
-    def _moves(self, index: int, candidate: LayerSolution) -> int:
-        return int((candidate.holds & ~self.layers[index].held).sum())
-
-    def _at(self, turn: int, price: float = 0.0) -> list[LayerSolution]:
-        """Solve every layer at a price of `price` seconds per move; new placements are added to `points`."""
-        return [self._solve(turn, index, price) for index in range(len(self.layers))]
-
-    def _solve(self, turn: int, index: int, price: float) -> LayerSolution:
-        layer, plain = self._layer(index, price), self.layers[index]
-        start = min(
-            (
-                candidate._replace(excess=layer.excess(candidate.holds, candidate.shares), bound=0.0)
-                for candidate in self.points[index]
-            ),
-            key=lambda candidate: candidate.excess,
-        )
-        base = layer.horizon * layer.floor
-        search = Search(self._gap_s(index, base + start.excess), self.ilp.time_limit_s, self.ilp.threads)
-
-        def tell(excess: float, bound: float) -> bool:
-            if self.ilp.progress is not None:
-                at = SearchProgress(turn, index, len(self.layers), base + excess, base + bound)
-                self.stopped = self.stopped or self.ilp.progress(at) is False
-            return not self.stopped
-
-        if start.excess <= 0 or not tell(start.excess, 0.0):
-            return start
-        began = perf_counter()
-        candidate = solve(layer, self.ilp.split, start, search, tell)
-        self.seconds[index] += perf_counter() - began
-        self.points[index].append(candidate._replace(excess=plain.excess(candidate.holds, candidate.shares)))
-        return candidate
-
-    def _gap_s(self, index: int, objective: float) -> float:
-        layer = self.layers[index]
-        cheapest = float(layer.load_in[layer.load_in > 0].min(initial=np.inf))
-        per_move = cheapest * (layer.each_price or layer.slowest_price) if np.isfinite(cheapest) else 0.0
-        return max(self.ilp.gap * objective, self.ilp.gap_moves * per_move)
-
-    def _priced_bound(self, budget: int) -> float:
-        """Bisect the price of a move; return the best lower bound over all plans within the budget."""
-        low, high = 0.0, max(candidate.excess for points in self.points for candidate in points) + 1e-12
-        best = 0.0
-        for turn in range(1, PRICES + 1):
-            price = (low * high) ** 0.5 if low else high / 8
-            candidates = self._at(turn, price)
-            best = max(best, sum(candidate.bound for candidate in candidates) - price * budget)
-            moves = sum(map(self._moves, range(len(candidates)), candidates))
-            if self.stopped or moves == budget:
-                break
-            low, high = (price, high) if moves > budget else (low, price)
-        return best
-
-    def _cheapest(self, budget: int) -> list[LayerSolution]:
-        """Choose one point per layer with the least sum and at most `budget` moves (dynamic programming over moves)."""
-        spent = np.zeros(budget + 1)
-        picks = []
-        for index, points in enumerate(self.points):
-            options = np.full((len(points), budget + 1), np.inf)
-            for at, candidate in enumerate(points):
-                moves = self._moves(index, candidate)
-                if moves <= budget:
-                    options[at, moves:] = spent[: budget + 1 - moves] + candidate.excess
-            picks.append(options.argmin(axis=0))
-            spent = options.min(axis=0)
-        if not np.isfinite(spent[budget]):
-            least = sum(
-                min(self._moves(index, candidate) for candidate in points) for index, points in enumerate(self.points)
-            )
-            raise ConfigError(
-                f"max_moves={budget} must be at least {least}: so many bring every expert to a living rank, once each"
-            )
-        chosen, left = [], budget
-        for index in range(len(self.points) - 1, -1, -1):
-            candidate = self.points[index][picks[index][left]]
-            left -= self._moves(index, candidate)
-            chosen.append(candidate)
-        return chosen[::-1]
-
-    def _report(self, chosen: list[LayerSolution], bounds: Array, total_bound: float) -> Plan:
-        problem, living = self.problem, self.living
-        slots = np.array(problem.current.slot_experts)
-        shares = np.zeros(slots.shape)
-        for index, candidate in enumerate(chosen):
-            by_rank = slots[index].reshape(problem.current.num_ranks, -1)
-            by_rank[living] = np.nonzero(candidate.holds)[1].reshape(len(living), -1)
-            if candidate.shares is not None:
-                split = shares[index].reshape(by_rank.shape)
-                split[living] = candidate.shares[candidate.holds].reshape(len(living), -1)
+    def _report(self, problem: Problem, slots: Slots, bounds: Array, began: float) -> Plan:
+        shares, planning = self._shares(problem, slots), problem.objective.planning_s
+        score, before = problem.score(slots, shares), problem.score(problem.current.slot_experts, problem.shares)
         base = problem.objective.horizon * problem.floor
-        excess = np.array([candidate.excess for candidate in chosen])
-        wanted = np.array([self._gap_s(index, total) for index, total in enumerate(base + excess)])
-        proof = Proof(
-            base + excess,
-            base + np.minimum(bounds, excess),
-            excess - bounds <= wanted + TOLERANCE * excess + ROUNDING * base,
-            self.seconds,
-            float(base.sum()) + min(total_bound, float(excess.sum())),
-        )
-        moved = [self._moves(index, candidate) for index, candidate in enumerate(chosen)]
+        excess, wanted = score.total_s - base, self._gap_s(problem, score.total_s)
+        closed = excess - bounds <= wanted + TOLERANCE * excess + ROUNDING * base
+        proof = Proof(score.total_s, base + np.minimum(bounds, excess), closed)
         reasons = tuple(
-            f"{moves} moves, at most {gap:.2%} from the best" for moves, gap in zip(moved, proof.gap, strict=True)
+            f"{moves} moves, at most {gap:.2%} from the best" for moves, gap in zip(score.moves, proof.gap, strict=True)
         )
-        kept = None if any(moved) else f"no other placement is better by more than {proof.total_gap:.2%}"
-        given = None if self.ilp.split == "equal" else shares
-        gain = problem.score(problem.current.slot_experts, problem.shares).total_s - problem.score(slots, given).total_s
-        saved, planning, took = float(gain.sum()), problem.objective.planning_s, perf_counter() - self.began
-        if saved <= planning and self.sound:
+        kept = None if score.moves.any() else f"no other placement is better by more than {proof.total_gap:.2%}"
+        saved, took = float((before.total_s - score.total_s).sum()), perf_counter() - began
+        if saved <= planning and problem.sound:
             reason = kept or f"moves save {saved:.3g} s over the horizon, which does not pay planning_s={planning:.3g}"
             return replace(problem.keep(reason, took, reasons), proof=proof)
-        plan = problem.plan(
-            slots, given, split=self.ilp.split, planning_s=took, skip_reason=kept, layer_reasons=reasons
-        )
+        plan = problem.plan(slots, shares, split=self.split, planning_s=took, skip_reason=kept, layer_reasons=reasons)
         return replace(plan, proof=proof)
 
 
-def _check_size(problem: Problem) -> None:
-    if problem.steps is None:
-        return
-    scenarios, experts = problem.steps.tokens.shape[1:]
-    ranks = int(problem.alive.sum())
-    check(
-        experts * ranks * scenarios <= LARGEST,
-        f"{experts} experts on {ranks} ranks in {scenarios} scenarios are too many to solve exactly: their product "
-        f"must be at most {LARGEST}. Plan with latency_optimal, or for the mean step (load.mean)",
-    )
+class _Program:
+    """The program of one layer; columns are `z`, then `y` or `x`, then `T` and `M`. Ranks are the living ones."""
 
+    def __init__(self, problem: Problem, split: str, layer: int, known: float) -> None:
+        """`known` is the excess over horizon x floor of a known placement; worse placements are excluded."""
+        self.problem, self.equal, self.layer, objective = problem, split == "equal", layer, problem.objective
+        unit, self.load_in = problem.unit[layer, problem.alive], problem.load_in[layer, problem.alive]
+        share = problem.share[layer] if self.equal else np.ones((1, unit.shape[1]))  # [replicas - 1, expert]
+        speeds, self.floor = problem.topology.rank_speeds[problem.alive], float(problem.floor[layer])
+        self.scale = float((unit * speeds[:, None]).min(axis=0).sum() / speeds.sum()) or 1.0
+        slack = known / objective.horizon if objective.horizon else np.inf
+        self.slowest = self.floor + slack * (1 + 1e-9) + 1e-9 * self.scale
+        seconds = unit[:, None] * share
+        # [place]: a rank for one of `count` replicas of an expert; with the optimal split, of any number.
+        self.rank, count, self.expert = np.nonzero((seconds <= self.slowest) | (not self.equal))
+        self.seconds, self.count = seconds[self.rank, count, self.expert], count + 1
+        self.level = count * unit.shape[1] + self.expert
+        """[place] index of `y`, counted over all experts and numbers of replicas."""
+        self.slow = len(self.rank) + (share.size if self.equal else len(self.rank))
+        """Column of `T`; that of `M` follows."""
+        self.cheapest = float(self.load_in[self.load_in > 0].min(initial=np.inf))
+        self.cheapest = self.cheapest if np.isfinite(self.cheapest) else 1.0
+        per_move = self.cheapest * objective.exposed * (1.0 + objective.move_price)
+        self.worth = per_move or objective.horizon * self.scale or 1.0  # seconds per unit of the solver's objective
 
-def _expected(seconds: Array) -> tuple[Array, Array]:
-    """Compute `unit` and `share` of a layer from expected seconds [rank, expert, replicas - 1]."""
-    unit = seconds[:, :, 0]
-    parts = np.divide(seconds, unit[:, :, None], out=np.zeros(seconds.shape), where=unit[:, :, None] > 0)
-    return unit, parts.max(axis=0)
+    def solve(
+        self, start: NDArray[np.int32], gap_s: float, time_limit_s: float, tell: Callable[[float, float], bool]
+    ) -> tuple[NDArray[np.int32], float]:
+        """Return the best placement [slot], and a lower bound on the excess in seconds; `start` [slot] is valid."""
+        objective, alive, places = self.problem.objective, self.problem.alive, len(self.rank)
+        cost, upper = np.zeros(self.slow + 2), np.ones(self.slow + 2)
+        cost[:places] = objective.exposed * objective.move_price * self.load_in[self.rank, self.expert]
+        cost[self.slow :] = objective.horizon * self.scale, objective.exposed * self.cheapest
+        upper[self.slow :] = (self.slowest - self.floor) / self.scale, INF
+        by_rank = start.reshape(len(alive), -1)
+        holds = np.zeros(self.load_in.shape, bool)
+        np.put_along_axis(holds, by_rank[alive].astype(np.int64), True, axis=1)
+        replicas = holds.sum(axis=0)
+        chosen = holds[self.rank, self.expert] & ((replicas[self.expert] == self.count) | (not self.equal))
+        levels = replicas == np.arange(1, self.problem.share.shape[1] + 1)[:, None]  # [replicas - 1, expert]
+        begin = np.concatenate([chosen, levels.ravel()] if self.equal else [chosen]).astype(float)
+        solution = minimise(
+            self._rows(),
+            cost / self.worth,
+            upper,
+            len(begin),
+            begin,
+            gap=gap_s / self.worth,
+            time_limit_s=time_limit_s,
+            tell=lambda excess, bound: tell(excess * self.worth, max(0.0, bound * self.worth)),
+        )
+        bound = max(0.0, solution.bound * self.worth * (1 - 1e-6))  # less the solver's tolerance
+        if solution.values is None:
+            return start, bound
+        on, placed = solution.values[:places] > 0.5, by_rank.copy()
+        holds[:] = False
+        holds[self.rank[on], self.expert[on]] = True
+        placed[alive] = np.nonzero(holds)[1].reshape(len(holds), -1)
+        return placed.ravel(), bound
 
-
-def _repaired(layer: ProgramLayer, holds: Mask) -> Mask:
-    """Return a valid placement close to one with dead ranks or with an expert twice on a rank."""
-    holds = holds.copy()
-    seconds = layer.work / np.maximum(holds.sum(axis=0), 1)
-    for expert in np.argsort(-layer.work, kind="stable"):
-        if holds[:, expert].any():
-            continue
-        busy = holds @ seconds / layer.speeds
-        room = holds.sum(axis=1) < layer.slots
-        spare = holds & (holds.sum(axis=0) > 1)[None, :]  # replicas that can be dropped if no rank has room
-        rank = int(np.argmin(np.where(room if room.any() else spare.any(axis=1), busy, np.inf)))
-        if not room.any():
-            holds[rank, np.flatnonzero(spare[rank])[0]] = False
-        holds[rank, expert] = True
-    for rank in range(len(holds)):
-        missing = layer.slots - int(holds[rank].sum())
-        holds[rank, np.flatnonzero(~holds[rank])[:missing]] = True  # any expert will do: the search improves it
-    return holds
+    def _rows(self) -> ConstraintRows:
+        (ranks, experts), places, rows = self.load_in.shape, np.arange(len(self.rank)), ConstraintRows()
+        other = np.arange(len(places), self.slow)  # columns of y or x
+        if self.equal:
+            count = np.repeat(np.arange(1.0, len(other) // experts + 1), experts)
+            level = np.concatenate([self.level, np.arange(len(other))])
+            values = np.concatenate([np.ones(len(places)), -count])
+            rows.add(level, np.concatenate([places, other]), values, 0.0, 0.0, len(other))
+            rows.add(np.arange(len(other)) % experts, other, 1.0, 1.0, 1.0, experts)
+        else:
+            most = np.minimum(1.0, self.slowest / np.maximum(self.seconds, 1e-300))
+            values = np.concatenate([np.ones(len(places)), -most])
+            rows.add(np.tile(places, 2), np.concatenate([other, places]), values, -INF, 0.0, len(places))
+            rows.add(self.expert, other, 1.0, 1.0, 1.0, experts)
+        slots, busy = self.problem.current.slots_per_rank, places if self.equal else other
+        rows.add(self.rank, places, 1.0, slots, slots, ranks)
+        for columns, values, column, most in (
+            (places, self.load_in[self.rank, self.expert] / self.cheapest, self.slow + 1, 0.0),
+            (busy, self.seconds / self.scale, self.slow, self.floor / self.scale),
+        ):
+            row = np.concatenate([self.rank, np.arange(ranks)])
+            with_column = np.concatenate([columns, np.full(ranks, column)])
+            rows.add(row, with_column, np.concatenate([values, -np.ones(ranks)]), -INF, most, ranks)
+        return rows

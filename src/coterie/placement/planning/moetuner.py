@@ -22,8 +22,7 @@ from coterie.errors import check, check_at_least, check_not_negative, check_posi
 from coterie.placement.base import Load, planners
 from coterie.placement.objective import PRICES_HINT, Objective, Problem
 from coterie.placement.objective._arrays import Array
-from coterie.placement.planning.milp.program import INF, ConstraintRows, Index
-from coterie.placement.planning.milp.solving import Search, minimise
+from coterie.placement.planning.milp import INF, ConstraintRows, Index, minimise
 from coterie.placement.planning.packing import PlansAnew, Slots, fill_spare, living_ranks, pack_even, room_of
 from coterie.registry import needs
 
@@ -96,6 +95,8 @@ class MoeTuner(PlansAnew):
         scale = max(float(near.sum()), 1e-300)
         values = np.zeros(len(column))
         values[np.arange(experts) * ranks + start] = 1.0
-        limits = Search(GAP, self.time_limit_s, 1)
-        solution = minimise(rows, -near.ravel() / scale, np.ones(len(column)), column, limits, values)
+        cost, upper = -near.ravel() / scale, np.ones(len(column))
+        solution = minimise(rows, cost, upper, len(column), values, gap=GAP, time_limit_s=self.time_limit_s)
+        if solution.values is None:
+            return start
         return np.asarray(solution.values.reshape(experts, ranks).argmax(axis=1), np.int64)
