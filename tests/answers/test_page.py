@@ -76,7 +76,7 @@ def test_page_is_whole_and_self_contained(report: Any) -> None:
     assert "<script>" not in text
     assert "&lt;script&gt;" in text
     images = [attrs for tag, attrs in page.tags if tag == "img"]
-    assert len(images) == len(report.figures) == 8
+    assert len(images) == len(report.figures) == 7
     assert all(attrs["alt"] for attrs in images)
     assert sum(tag == "table" for tag, _ in page.tags) >= len(images), "a table beside each figure"
     assert "prefers-color-scheme: dark" in text
@@ -121,7 +121,7 @@ def test_foreign_folders_are_refused(request_only: Any, tmp_path: Path) -> None:
 def test_sections_without_data_are_left_out(request_only: Any) -> None:
     assert [s.key for s in sections(request_only)] == ["arrivals", "lengths"]
     load = inspect_trace(LoadTable(np.array([[[3, 1], [0, 0]]], np.uint64)), "l", np.random.default_rng(0))
-    assert [s.key for s in sections(load)] == ["load", "gini", "ranks", "drift"]
+    assert [s.key for s in sections(load)] == ["load", "ranks", "drift"]
     for section in sections(load):
         if section.plot is not None:
             assert figures.draw(section.plot, figures.DARK).startswith(b"\x89PNG")

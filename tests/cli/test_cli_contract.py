@@ -36,7 +36,8 @@ def leaves(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
     if not hasattr(command, "commands"):
         yield words, command
         return
-    for name, child in command.commands.items():
+    for name in command.list_commands(None):
+        child = command.get_command(None, name)
         yield from leaves(child, (*words, name))
 
 
@@ -158,11 +159,6 @@ BAD = {
         text("r.jsonl", '{"arrival_s": NaN, "prompt_tokens": 1, "output_tokens": 1}\n'),
         "r.jsonl",
         "arrival_s",
-    ),
-    "load history of ragged layers": (
-        text("h.json", '{"load_history": [{"logical_expert_load": [[1, 2], [3]]}]}'),
-        "h.json",
-        "logical_expert_load",
     ),
     "a format nobody knows": (text("notes.txt", "hello\n"), "notes.txt", "format"),
     "an empty file": (text("nothing", ""), "nothing", "format"),

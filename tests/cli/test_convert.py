@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -58,9 +59,9 @@ def test_what_is_left_out_is_said(tmp_path: Path, source: Path) -> None:
 
 
 def test_load_and_activations(tmp_path: Path) -> None:
-    history = tmp_path / "h.json"
-    history.write_text(json.dumps({"load_history": [{"logical_expert_load": [[1, 2, 3]]}]}))
-    result = CliRunner().invoke(app, ["convert", str(history), str(tmp_path / "l"), "--model", "demo", "--json"])
+    counts = tmp_path / "counts.npz"
+    np.savez(counts, counts=np.array([[[1, 2, 3]]]))
+    result = CliRunner().invoke(app, ["convert", str(counts), str(tmp_path / "l"), "--model", "demo", "--json"])
     assert result.exit_code == 0, result.output
     summary = json.loads(result.stdout)
     assert (summary["kind"], summary["model"], summary["windows"], summary["activations"]) == ("load", "demo", 1, 6)

@@ -69,10 +69,9 @@ def test_what_is_no_file_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("option", ["--current", "--sources"])
-def test_what_is_no_file_is_refused_by_plan(run: Run, no_file: Path, tmp_path: Path, option: str) -> None:
+def test_what_is_no_file_is_refused_by_plan(run: Run, no_file: Path, tmp_path: Path) -> None:
     recorded(tmp_path / "t").close()
-    refused(run("plan", tmp_path / "t", "--ranks", 4, option, no_file), str(no_file), "expected a file")
+    refused(run("plan", tmp_path / "t", "--ranks", 4, "--current", no_file), str(no_file), "expected a file")
 
 
 @pytest.mark.parametrize("name", ["prompts.txt", "preset.json", "router.safetensors", "meta.json"])

@@ -9,7 +9,6 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from coterie.models import get_model
 from coterie.placement.maps import formats as maps
 from coterie.placement.planning import eplb
 from coterie.traces import ActivationWriter, LoadTable, RequestTrace, TraceMeta
-from coterie.traces.store import write_arrays
 from coterie.types import Placement
 from planning_commands import DENSE, EXPERTS, LAYERS, MODEL, counts, save_load
 from v3_prices import v3_prices
@@ -31,20 +29,6 @@ from v3_prices import v3_prices
 @pytest.fixture
 def load(tmp_path: Path) -> Path:
     return save_load(tmp_path / "load")
-
-
-def history(path: Path, change: Callable[[list[Any]], None] = lambda _: None, layers: int = LAYERS) -> Path:
-    value = counts(1, layers)[0].tolist()
-    change(value)
-    path.write_text(json.dumps({"load_history": [{"logical_expert_load": value}]}))
-    return path
-
-
-def put(value: float) -> Callable[[list[Any]], None]:
-    def change(rows: list[Any]) -> None:
-        rows[2][3] = value
-
-    return change
 
 
 ASK = ("--ranks", "4", "--slots", "40", "--planner", "eplb")
@@ -155,63 +139,6 @@ def test_shares_in_force_are_what_is_before(run: Run, load: Path, tmp_path: Path
     assert again["rank_s_before"] == pytest.approx(first["rank_s_after"])
     assert again["balancedness_before"] == pytest.approx(first["balancedness_after"])
     assert first["before_s"] > first["after_s"]
-
-
-def sourced(path: Path) -> np.ndarray:
-    """[rank, layer, expert] of the load's tokens, most of an expert's on one rank."""
-    tokens = counts().sum(axis=0).astype(np.float64)
-    shares = np.random.default_rng(2).dirichlet([0.1] * 4, tokens.shape)  # [layer, expert, rank]
-    np.save(path, np.moveaxis(tokens[:, :, None] * shares, 2, 0))
-    loaded: np.ndarray = np.load(path)
-    return loaded
-
-
-def test_sources_make_the_plan_mind_the_traffic(run: Run, load: Path, tmp_path: Path) -> None:
-    sources = sourced(tmp_path / "sources.npy")
-    ask = ("plan", load, "--ranks", 4, "--nodes", 4, "--json")
-    found = json.loads(run(*ask, "--sources", tmp_path / "sources.npy", "-o", tmp_path / "m").out)
-    plain = json.loads(run(*ask, "-o", tmp_path / "p").out)
-    assert found["load"] == "2 windows of load, by source rank of sources.npy"
-
-    def local(path: Path) -> float:
-        experts = maps.read_map(path).placement.slot_experts.reshape(LAYERS, 4, -1)
-        return float(
-            sum(sources[rank, layer, experts[layer, rank]].sum() for layer in range(LAYERS) for rank in range(4))
-        )
-
-    assert local(tmp_path / "m") > 1.2 * local(tmp_path / "p")
-    assert found["after_s"] < plain["after_s"]
-
-
-def test_sources_of_tensorrt_statistics(run: Run, tmp_path: Path) -> None:
-    folder = tmp_path / "stats"
-    folder.mkdir()
-    (folder / "meta_info.json").write_text(json.dumps({"num_experts": EXPERTS, "num_experts_per_token": 4}))
-    cells = np.random.default_rng(3).integers(0, 50, (4, 2, LAYERS, EXPERTS))  # [rank, iteration, layer, expert]
-    for rank, mine in enumerate(cells):
-        arrays = {f"{7 + i}_{layer}": mine[i, layer] for i in range(2) for layer in range(LAYERS)}
-        write_arrays(folder / f"rank{rank}.safetensors", arrays)
-    np.save(tmp_path / "sources.npy", cells[:, 1])
-    ask = ("plan", folder, "--model", MODEL.name, "--window", "8", "--ranks", 4, "--planner", "eplb", "--json")
-    by_folder, by_array = (json.loads(run(*ask, "--sources", path).out) for path in (folder, tmp_path / "sources.npy"))
-    assert by_folder["rank_s_before"] == by_array["rank_s_before"]
-    assert by_folder["rank_s_before"] != json.loads(run(*ask).out)["rank_s_before"]
-    refused(run(*ask[:-5], "--ranks", 8, "--sources", folder), "are 4; --ranks=8 must be as many")
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda sources: sources[:2], "has shape (2, 24, 32); [source rank, layer, expert] is (4, 24, 32) here"),
-        (lambda sources: np.where(sources == sources.max(), np.nan, sources), "is nan; tokens must be finite"),
-        (lambda sources: sources - sources.max(), "tokens must be finite and not negative"),
-        (lambda sources: 2 * sources, "of layer 0, expert 0 add up to"),
-        (lambda sources: sources.astype(str), "must be an .npy array of numbers"),
-    ],
-)
-def test_sources_that_cannot_be_are_refused(run: Run, load: Path, tmp_path: Path, change: Any, said: str) -> None:
-    np.save(tmp_path / "bad.npy", change(sourced(tmp_path / "sources.npy")))
-    refused(run("plan", load, *ASK, "--sources", tmp_path / "bad.npy"), said)
 
 
 def test_the_ilp_says_what_it_proves(run: Run, load: Path, tmp_path: Path) -> None:
@@ -342,9 +269,6 @@ BAD: dict[str, tuple[tuple[object, ...], str]] = {
     ),
     "a limit the planner lacks": (("--time-limit", 1), "eplb has no --time-limit; latency_optimal_ilp has it"),
     "no time": (("--planner", "latency_optimal_ilp", "--time-limit", 0), "time_limit_s=0.0 must be above 0"),
-    "sources that are not there": (("--sources", "none.npy"), "none.npy: file: does not exist"),
-    "sources that are no array": (("--sources", Path(__file__)), "test_plan.py: file: is no .npy array"),
-    "sources that are a folder": (("--sources", Path(__file__).parent), "none of TensorRT-LLM's expert statistics"),
     "a window that is not there": (("--window", "2"), "must be within the 2 windows"),
     "a label that is not there": (("--window", "medicine"), "or one of code, law"),
     "speeds that are none": (("--speeds", "fast"), "--speeds=fast must be 8 numbers"),
@@ -368,18 +292,17 @@ def test_bad_input_is_one_line_and_writes_nothing(run: Run, load: Path, tmp_path
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (put(-1), "is -1"),
-        (put(float("nan")), "is nan"),
-        (put(float("inf")), "is inf"),
-        (lambda rows: rows.pop(), "layers"),
+        (lambda tokens: tokens - tokens.max(), "must hold tokens"),
+        (lambda tokens: tokens * np.nan, "expected integers"),
+        (lambda tokens: tokens[:-1], "layers"),
     ],
 )
-def test_a_load_that_cannot_be_is_refused(
-    run: Run, tmp_path: Path, change: Callable[[list[Any]], None], said: str
-) -> None:
-    path = history(tmp_path / "history.json", change)
-    refused(run("plan", path, "--model", MODEL.name, *ASK, "-o", tmp_path / "map"), said)
-    refused(run("plan", history(tmp_path / "fine.json"), *ASK), "model 'unknown', which is not known")
+def test_a_load_that_cannot_be_is_refused(run: Run, tmp_path: Path, change: Any, said: str) -> None:
+    tokens = counts(1)[0].astype(np.int64)
+    np.savez(tmp_path / "wrong.npz", counts=change(tokens)[None])
+    refused(run("plan", tmp_path / "wrong.npz", "--model", MODEL.name, *ASK, "-o", tmp_path / "map"), said)
+    np.savez(tmp_path / "fine.npz", counts=tokens[None])
+    refused(run("plan", tmp_path / "fine.npz", *ASK), f"model '{tmp_path.name}', which is not known")
     assert not (tmp_path / "map").exists()
 
 

@@ -153,13 +153,6 @@ def test_every_other_request_of_a_trace_is_held_out(tmp_path: Path, requests: in
     assert np.array_equal(found.parts.planned + found.parts.scored, found.tokens)
 
 
-def test_sources_leave_nothing_to_hold_out(run: Run, load: Path, tmp_path: Path) -> None:
-    tokens = counts().sum(axis=0)
-    np.save(tmp_path / "sources.npy", np.stack([tokens, 0 * tokens]))
-    found = asked(run, load, "--ranks", 2, "--sources", tmp_path / "sources.npy")
-    assert (found["held_out"], found["not_held_out"]) == (None, "its sources are those of the whole load")
-
-
 def test_the_next_command_runs(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     LoadTable(np.tile(counts(1), (2, 1, 1)), model=MODEL.name).save(tmp_path / "load of a day")

@@ -12,10 +12,9 @@ import pytest
 
 import coterie
 from command_line import Run, refused
-from coterie.placement.maps import formats as maps
 from coterie.placement.scenarios import load_scenarios
 from coterie.traces import ActivationWriter, LoadTable, TraceMeta
-from coterie.types import DECODE, PREFILL, Placement, Topology
+from coterie.types import DECODE, PREFILL, Topology
 from planning_commands import EXPERTS, LAYERS, MODEL, save_load
 
 DOMAINS = ("code", "law", "poems")
@@ -117,21 +116,6 @@ def test_the_trade_is_on_the_page(run: Run, tmp_path: Path) -> None:
         assert said in ran.out
 
 
-def test_inspecting_over_steps(run: Run, tmp_path: Path) -> None:
-    load = table(tmp_path / "l")
-    maps.write_map(tmp_path / "m", maps.PlacementMap(Placement.linear(LAYERS, EXPERTS, 4), MODEL.name))
-    ran = run("place", "inspect", tmp_path / "m", "--load", load, "--over", "domains")
-    assert "Over 3 domains in 12 parts: balancedness 0." in ran.out
-    found = json.loads(run("place", "inspect", tmp_path / "m", "--load", load, "--over", "domains", "--json").out)
-    steps = found["steps"]
-    assert steps["worst"] in DOMAINS
-    assert steps["least"] <= steps["worst_tenth"] + 1e-9
-    assert steps["worst_tenth"] <= steps["balancedness"]
-    drawn = run("place", "inspect", tmp_path / "m", "--load", trace(tmp_path / "t"), "--requests", 2, "--json")
-    assert json.loads(drawn.out)["steps"]["scenarios"] == 64
-    refused(run("place", "inspect", tmp_path / "m", "--over", "domains"), "--requests and --over are of a --load")
-
-
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -141,7 +125,6 @@ def test_inspecting_over_steps(run: Run, tmp_path: Path) -> None:
         (("--bursts", 0.5), "--phase and --bursts say what is in a step"),
         (("--over", "domains", "--window", "law"), "needs two or more of them"),
         (("--save-scenarios", "steps"), "needs steps: --requests or --over"),
-        (("--over", "windows", "--sources", "x"), "leave it out with --requests and --over"),
     ],
 )
 def test_wrong_options_are_named(run: Run, tmp_path: Path, options: tuple[object, ...], told: str) -> None:

@@ -121,7 +121,7 @@ def test_commands_and_options_exist(page: str) -> None:
             if words[0] not in command.commands:
                 wrong.append(f"no verb {words[0]}")
                 break
-            command = command.commands[words.pop(0)]
+            command = command.get_command(None, words.pop(0))
         known = {"--help"}.union(*((*parameter.opts, *parameter.secondary_opts) for parameter in command.params))
         named = [word.partition("=")[0] for word in words if re.match("--?[a-z]", word)]
         wrong += [f"{command.name} has no {option}" for option in named if option not in known]

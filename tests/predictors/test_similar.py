@@ -91,7 +91,7 @@ def test_a_sequence_that_ends_where_others_go_on() -> None:
     assert index.longest(np.array([0, 2])) == (2, 1)
 
 
-def test_a_tree_that_forgets_does_not_grow() -> None:
+def test_an_index_that_forgets_does_not_grow() -> None:
     """A shared opening of 400 tokens, ever new endings: memory is that of what is held."""
     rng = np.random.default_rng(0)
     opening = rng.integers(0, 1000, 400)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +22,19 @@ JSON_VALUES = st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.floa
 
 
 @st.composite
-def requests(draw: st.DrawFn, *, values: st.SearchStrategy[Any] = TEXT, mooncake: bool = False) -> RequestTrace:
+def requests(draw: st.DrawFn, *, values: st.SearchStrategy[Any] = TEXT) -> RequestTrace:
     count = draw(st.integers(1, 8))
 
     def column(items: st.SearchStrategy[Any]) -> list[Any]:
         return draw(st.lists(items, min_size=count, max_size=count))
 
-    if mooncake:
-        arrival_ms = np.array(column(st.integers(0, 10**9)))
-        arrival = (arrival_ms - arrival_ms.min()) / 1e3  # the format holds milliseconds
-    else:
-        arrival = np.array(column(st.floats(0, 1e6)))
+    arrival = np.array(column(st.floats(0, 1e6)))
     prompt = np.array(column(st.integers(0, 3000)), np.int64)
-    block = 512 if mooncake else draw(st.sampled_from([16, 512]))
+    block = draw(st.sampled_from([16, 512]))
     hashes = st.integers(-(2**62), 2**62)
     blocks = (
         [np.array(draw(st.lists(hashes, min_size=n, max_size=n)), np.int64) for n in (-(-prompt // 512)).tolist()]
-        if mooncake or draw(st.booleans())
+        if draw(st.booleans())
         else None
     )
     return RequestTrace(
@@ -50,7 +45,7 @@ def requests(draw: st.DrawFn, *, values: st.SearchStrategy[Any] = TEXT, mooncake
         domains=column(TEXT) if draw(st.booleans()) else None,
         prefix_blocks=blocks,
         block_tokens=block if blocks is not None else None,
-        extra={} if mooncake else {name: column(values) for name in draw(st.sets(NAMES, max_size=2))},
+        extra={name: column(values) for name in draw(st.sets(NAMES, max_size=2))},
     )
 
 
@@ -87,13 +82,6 @@ def test_csv_holds_everything_but_blocks(tmp_path_factory: pytest.TempPathFactor
     check_same(trace, round_trip(tmp_path_factory.mktemp("csv"), trace, "csv"), without=("prefix_blocks",))
 
 
-@given(requests(mooncake=True))
-def test_mooncake_holds_arrivals_lengths_and_blocks(
-    tmp_path_factory: pytest.TempPathFactory, trace: RequestTrace
-) -> None:
-    check_same(trace, round_trip(tmp_path_factory.mktemp("mooncake"), trace, "mooncake"), without=("ids", "domains"))
-
-
 @given(requests())
 def test_coterie_holds_everything(tmp_path_factory: pytest.TempPathFactory, trace: RequestTrace) -> None:
     check_same(trace, round_trip(tmp_path_factory.mktemp("coterie"), trace, "coterie"))
@@ -128,7 +116,7 @@ def load(rng: np.random.Generator) -> LoadTable:
     return LoadTable(counts, "demo", ["a", "b", "c", "d"], np.arange(4), np.arange(1, 4))
 
 
-@pytest.mark.parametrize("format", ["coterie", "load-history"])
+@pytest.mark.parametrize("format", ["coterie", "npz"])
 def test_load_round_trip(tmp_path: Path, rng: np.random.Generator, format: str) -> None:
     again = round_trip(tmp_path, load(rng), format)
     np.testing.assert_array_equal(again.counts, load(np.random.default_rng(0)).counts)
@@ -142,13 +130,6 @@ def test_load_as_arrays(tmp_path: Path, rng: np.random.Generator) -> None:
         np.testing.assert_array_equal(arrays["counts"], table.counts)
 
 
-def test_load_history_is_the_documented_json(tmp_path: Path) -> None:
-    table = LoadTable(np.array([[[1, 2]], [[3, 4]]], np.uint64))
-    assert write_trace(table, tmp_path / "x.json", "load-history").left_out == ()
-    history = [{"logical_expert_load": [[1, 2]]}, {"logical_expert_load": [[3, 4]]}]
-    assert json.loads((tmp_path / "x.json").read_text()) == {"load_history": history}
-
-
 def small(**columns: Any) -> RequestTrace:
     given = {"prompt_tokens": np.array([600]), "output_tokens": np.array([1]), "arrival_s": np.array([0.0])}
     return RequestTrace(**{**given, **columns})
@@ -159,35 +140,14 @@ def test_what_a_format_has_no_place_for_is_named(tmp_path: Path) -> None:
     assert write_trace(trace, tmp_path / "a", "coterie").left_out == ()
     assert write_trace(trace, tmp_path / "b", "jsonl").left_out == ()
     assert write_trace(trace, tmp_path / "c", "csv").left_out == ("prefix_blocks",)
-    assert write_trace(trace, tmp_path / "d", "mooncake").left_out == ("ids", "domains", "extra.user")
-
-
-def test_mooncake_writes_whole_milliseconds_and_does_not_round(tmp_path: Path) -> None:
-    blocks = [np.array([1, 2])] * 3
-    trace = RequestTrace(
-        prompt_tokens=np.full(3, 600),
-        output_tokens=np.ones(3, np.int64),
-        arrival_s=np.array([0, 0.027, 0.0275004]),
-        prefix_blocks=blocks,
-        block_tokens=512,
-    )
-    write_trace(trace, tmp_path / "x", "mooncake")
-    times = [json.loads(line)["timestamp"] for line in (tmp_path / "x").read_text().splitlines()]
-    assert times[:2] == [0, 27]
-    assert all(type(time) is int for time in times[:2])
-    assert times[2] == pytest.approx(27.5004)
 
 
 @pytest.mark.parametrize(
     ("trace", "format", "message"),
     [
-        (small(), "npz", "format 'npz' cannot hold requests; coterie and csv and jsonl and mooncake can"),
-        (small(), "load-history", "format 'load-history' cannot hold requests"),
-        (LoadTable(np.ones((1, 1, 2), np.uint64)), "csv", "cannot hold load; coterie and load-history and npz can"),
-        (activations(np.random.default_rng(0)), "mooncake", "cannot hold activations; coterie and npz can"),
-        (small(), "mooncake", "has no prefix_blocks"),
-        (small(prefix_blocks=[np.array([1])], block_tokens=512), "mooncake", "request 0 has 1 prefix_blocks; .* 2"),
-        (small(prefix_blocks=[np.array([1])], block_tokens=16), "mooncake", "block_tokens=16 must be 512"),
+        (small(), "npz", "format 'npz' cannot hold requests; coterie and csv and jsonl can"),
+        (LoadTable(np.ones((1, 1, 2), np.uint64)), "csv", "cannot hold load; coterie and npz can"),
+        (activations(np.random.default_rng(0)), "jsonl", "cannot hold activations; coterie and npz can"),
         (small(arrival_s=None), "csv", "has no arrival_s, which format 'csv' needs"),
         (small().take(slice(0, 0)), "jsonl", "has no requests"),
         (small(extra={"id": ["x"]}), "csv", "extra column 'id' has the name of a column"),
@@ -228,9 +188,3 @@ def test_parent_folders_are_made_and_kinds_are_named(tmp_path: Path, rng: np.ran
     assert isinstance(written, RequestTrace)
     assert len(written) == 1
     assert [kind_of(t) for t in (small(), load(rng), activations(rng))] == ["requests", "load", "activations"]
-
-
-def test_real_mooncake_trace_goes_out_as_it_came_in(tmp_path: Path, data_dir: Path) -> None:
-    path = data_dir / "requests/mooncake/conversation_trace.jsonl"
-    write_trace(read_trace(path), tmp_path / "x", "mooncake")
-    assert (tmp_path / "x").read_bytes() == path.read_bytes()

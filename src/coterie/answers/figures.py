@@ -11,27 +11,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import BoundaryNorm, LinearSegmentedColormap
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from coterie.traces.store import write_json
 
-if TYPE_CHECKING:
-    from coterie.placement import PlacementMap
-
 Numbers = Sequence[float | None]
 WIDTH_IN, HEIGHT_IN, DPI = 7.2, 4.0, 150
 MAX_LABEL = 22
 """Most characters of an axis label; a longer name is cut."""
-EVEN = 0.01
-"""Relative distance from the mean below which a text replaces the colours, which would look the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,63 +241,6 @@ def steps(values: Sequence[float], bin_s: float, mean: float, axes: Any, theme: 
     _legend(axes)
 
 
-def draw_map(
-    path: Path, map: PlacementMap, rank_load: NDArray[np.float64] | None, load: NDArray[np.float64] | None
-) -> list[Path]:
-    """Write the slots or the rank of every expert, and the load of every rank, to `path` (.png) and as .pdf beside it.
-
-    Older files are replaced.
-    """
-    placement, counts = map.placement, map.placement.replicas
-    ids = list(range(len(counts)) if map.layer_ids is None else map.layer_ids)
-
-    def fill(figure: Any, theme: Theme) -> None:
-        upper, *lower = [figure.add_subplot()] if rank_load is None else figure.subplots(2, 1)
-        if counts.max() > 1:
-            what = "expert" if load is None else "expert, hottest first"
-            order = None if load is None else np.argsort(-load, axis=1, kind="stable")
-            _replicas(upper, theme, counts if order is None else np.take_along_axis(counts, order, 1), ids, what)
-        else:  # every count is 1: a heat map of the counts would have one colour
-            values: NDArray[Any] = placement.slot_experts
-            what, title, label = "slot", "Expert of every slot", "expert"
-            if placement.num_ranks > 1:
-                values = np.argsort(values, axis=1, kind="stable") // placement.slots_per_rank
-                what, title, label = "expert", "Rank of every expert", "rank"
-            _image(upper, values, label, ids, ticks=MaxNLocator(8, integer=True), cmap=theme.colormap(), vmin=0)
-            upper.set(xlabel=what, ylabel="layer", title=f"{title} (no expert has a replica)")
-        upper.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-        for axes in lower:
-            assert rank_load is not None
-            _rank_loads(axes, theme, rank_load, ids)
-
-    return write_figure(fill, path.parent, path.stem, HEIGHT_IN * (1 if rank_load is None else 1.9))
-
-
-def _replicas(axes: Any, theme: Theme, counts: NDArray[np.int64], ids: list[int], what: str) -> None:
-    most = int(counts.max())
-    norm = BoundaryNorm(np.arange(0.5, most + 1.0), most)
-    ticks = np.unique(np.linspace(1, most, min(most, 9)).round().astype(int))
-    image = _image(axes, counts, "slots", ids, ticks=ticks, cmap=theme.colormap().resampled(most), norm=norm)
-    image.colorbar.minorticks_off()
-    axes.set(xlabel=what, ylabel="layer", title="Slots of every expert")
-
-
-def _rank_loads(axes: Any, theme: Theme, rank_load: NDArray[np.float64], ids: list[int]) -> None:
-    mean = rank_load.mean(axis=1, keepdims=True)
-    values = np.divide(rank_load, mean, out=np.zeros_like(rank_load), where=mean > 0)
-    # The scale is symmetric around the mean. The most loaded rank (series[1]) makes the others of its layer wait.
-    apart = float(np.abs(values - 1.0).max())
-    far = max(0.1, apart)
-    colors = LinearSegmentedColormap.from_list("coterie-ranks", [theme.series[0], theme.grid, theme.series[1]])
-    _image(axes, values, "load ÷ mean of the layer", ids, cmap=colors, vmin=1.0 - far, vmax=1.0 + far)
-    axes.set(xlabel="rank", ylabel="layer", title="Load of every rank")
-    if apart < EVEN:
-        middle = (values.shape[1] - 1) / 2, (values.shape[0] - 1) / 2
-        even = f"even: all within {100 * max(apart, 1e-4):.2f}% of their layer's mean"
-        axes.text(*middle, even, ha="center", va="center", color=theme.text)
-    axes.set_xticks(range(0, values.shape[1], -(-values.shape[1] // 16)))
-
-
 def _image(
     axes: Any,
     values: NDArray[Any],
@@ -310,7 +248,6 @@ def _image(
     layer_ids: Sequence[int] = (),
     first: int = 0,
     extend: str = "neither",
-    ticks: Any = None,
     **settings: Any,
 ) -> Any:
     """Draw values [row, column] as colours, with a colour bar; `first` is the number of the first column."""
@@ -319,7 +256,7 @@ def _image(
     image = axes.imshow(values, aspect="auto", interpolation="nearest", extent=extent, **settings)
     if layer_ids:
         _layer_ticks(axes.yaxis, layer_ids, 12)
-    bar = axes.figure.colorbar(image, ax=axes, extend=extend, ticks=ticks, pad=0.02)
+    bar = axes.figure.colorbar(image, ax=axes, extend=extend, pad=0.02)
     bar.set_label(label)
     bar.outline.set_visible(False)
     return image

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Annotated, Any, NoReturn
@@ -26,22 +26,6 @@ from coterie.cli.verbs import VERBS, plugin_option
 from coterie.errors import CoterieError, UnfinishedWarning
 
 
-class _Loaded(Mapping[str, Any]):
-    """Name → command. A verb is imported when it is looked up; `more` holds commands added to the Typer app."""
-
-    def __init__(self, more: Mapping[str, Any]) -> None:
-        self._more = more
-
-    def __getitem__(self, name: str) -> Any:
-        return self._more[name] if name in self._more else _load(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter({**VERBS, **self._more})
-
-    def __len__(self) -> int:
-        return len({**VERBS, **self._more})
-
-
 @cache
 def _load(name: str) -> Any:
     """Build the command from the verb's signature, once per process."""
@@ -53,11 +37,14 @@ class Verbs(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands: Any = _Loaded(self.commands)
+        self.commands: Any = {**dict.fromkeys(VERBS), **self.commands}  # a wrong name suggests one of these
 
     def list_commands(self, ctx: Any) -> list[str]:
         del ctx
         return list(self.commands)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return super().get_command(ctx, cmd_name) or (_load(cmd_name) if cmd_name in VERBS else None)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         listed: dict[str, Any] = {name: TyperCommand(name, help=verb.summary) for name, verb in VERBS.items()}

@@ -240,30 +240,6 @@ NumExpertsOption = Annotated[
     int | None,
     typer.Option("--num-experts", min=1, max=65536, help="Experts per layer, if the file holds expert ids only."),
 ]
-RequestsOption = Annotated[
-    int | None,
-    typer.Option("--requests", help="Plan for single steps of so many requests, drawn from an activation trace."),
-]
-PhaseOption = Annotated[
-    str | None,
-    typer.Option(
-        "--phase",
-        help="What a request brings to such a step: prefill (its prompt), decode (a token), mixed (one its prompt, "
-        "the others a token), or all (its recorded tokens, as a prompt would). Default: prefill if there are prompts.",
-    ),
-]
-BurstsOption = Annotated[
-    float, typer.Option("--bursts", help="Share of such steps whose requests are all of one domain.")
-]
-OverOption = Annotated[
-    str | None,
-    typer.Option(
-        "--over",
-        help="Plan for single windows of a load table, its domains (labels up to a /), or mixtures of them: windows, "
-        "domains or mixtures.",
-    ),
-]
-StepsOption = Annotated[int, typer.Option("--steps", help="Steps or mixtures to draw.")]
 WindowOption = Annotated[
     str | None,
     typer.Option(

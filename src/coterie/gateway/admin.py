@@ -23,7 +23,7 @@ from coterie.net.http1.responder import Responder
 
 KNOWN = (
     "/v1/chat/completions, /v1/completions, /v1/embeddings, /v1/models, /health, /metrics, /decisions, /advice, "
-    "/workers, /routers, /reload, /comparison, /switchback, /live"
+    "/workers, /peers, /routers, /reload, /comparison, /switchback, /live"
 )
 MOST_DECISIONS = 10_000
 
@@ -55,6 +55,7 @@ class Admin:
                 "PUT": self._set_comparison,
             },
             "switchback": {"GET": lambda _, to, __: _send(to, {"switchback": self.parts.described_switchback()})},
+            "peers": {"GET": lambda _, to, __: to.send(200, self.parts.peers.own(), b"application/msgpack")},
             "live": {"GET": lambda request, to, _: self._live.stream(request, to)},
         }
         ways = every.get(head)
@@ -122,7 +123,8 @@ class Admin:
             for id, member in pool.members.items()
         ]
         unread = {f"metrics of {one['id']}": one["reported"]["error"] for one in workers if one["reported"]["error"]}
-        _send(responder, {"workers": workers, "last_errors": self.parts.knowledge.last_errors() | unread})
+        known = {"workers": workers, "peers": self.parts.peers.described()}
+        _send(responder, {**known, "last_errors": self.parts.knowledge.last_errors() | unread})
 
     def _add(self, request: HttpRequest, responder: Responder, _: str) -> None:
         entry = _read(request, WorkerEntry)

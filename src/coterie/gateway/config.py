@@ -268,6 +268,21 @@ class PickerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         address_of(self.listen)
 
 
+class PeerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Other gateways in front of the same workers."""
+
+    urls: list[str] = []
+    """Their addresses, http://HOST:PORT each. This gateway's own may be among them, so that all share one file."""
+    every_s: float = 0.1
+    """Time between two questions to a peer, in seconds."""
+
+    def __post_init__(self) -> None:
+        check_positive(every_s=self.every_s)
+        check(len(set(self.urls)) == len(self.urls), f"peers: urls={self.urls} must name each peer once")
+        for url in self.urls:
+            parse_origin(url)
+
+
 class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """All settings of the config file."""
 
@@ -299,6 +314,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     health: HealthSettings = HealthSettings()
     control: ControlSection = ControlSection()
     """Settings of the loop that re-fits the decode router and advises on placement."""
+    peers: PeerSettings = PeerSettings()
+    """Other gateways in front of the same workers, whose requests routers count too."""
     switchback: SwitchbackSettings = SwitchbackSettings()
     """Settings of the turns by which the decode router's gain is measured on this fleet."""
     state: str | None = None

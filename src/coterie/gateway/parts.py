@@ -19,6 +19,7 @@ from coterie.gateway.exchange.asking import WorkerIds
 from coterie.gateway.exchange.flow import Flow, PlainFlow
 from coterie.gateway.exchange.knowledge import Knowledge
 from coterie.gateway.exchange.observing import Watcher
+from coterie.gateway.exchange.peers import Peers
 from coterie.gateway.exchange.pool import DECODE, PREFILL, Member, Pool
 from coterie.gateway.exchange.sglang_pair import SglangPairFlow
 from coterie.gateway.exchange.vllm_pair import VllmPairFlow
@@ -73,6 +74,7 @@ class GatewayParts:
         self.pools = {DECODE: Pool(DECODE, FleetKeeper(config.decode))}
         if config.handshake != "none":
             self.pools[PREFILL] = Pool(PREFILL, FleetKeeper(config.prefill))
+        self.peers = Peers(config.peers, self.pools, self.log.warning)
         self.knowledge = Knowledge(config, list(self.pools), self.access.secret)
         # Prefill workers first: their event loops stream no answers.
         asker = WorkerIds(list(reversed(self.pools.values())), ASKED_SHARE * config.limits.tokenise_s)
@@ -106,6 +108,7 @@ class GatewayParts:
             self.add_worker(entry)
         self._started = True
         self._refresh_control()
+        self.peers.start()
         self._turning = asyncio.create_task(self._take_turns(), name="switchback")
 
     async def close(self) -> None:
@@ -119,6 +122,7 @@ class GatewayParts:
         for task in self._checks.values():
             task.cancel()
         await asyncio.gather(*self._checks.values(), return_exceptions=True)
+        await self.peers.close()
         await self.flow.close()
         await self.knowledge.close()
         for pool in self.pools.values():
@@ -246,7 +250,9 @@ class GatewayParts:
         if self.control is not None:
             counts = self.control.counts
             self.around_plan.tick(now_s, totals, counts["plan_confirmed"], counts["drift"])
-        turns = settings.enabled and not self.alone and pool.spec.router.partition(":")[0] != BASELINE
+        # Half of the fleet's requests would be the peers', by their own routers.
+        mixed = self.alone or self.peers.present
+        turns = settings.enabled and not mixed and pool.spec.router.partition(":")[0] != BASELINE
         if not turns or len(pool.members) < 2:
             self.switchback, pool.keeper.baseline, self._turned = None, False, ()
             return
@@ -386,6 +392,7 @@ class GatewayParts:
             metrics.queue_length: lambda: self.line.waiting,
             metrics.tokenised: lambda: {(outcome,): count for outcome, count in knowledge.tokens.counters.items()},
             metrics.kv_events: self._kv_events,
+            metrics.peers_present: lambda: sum(peer.present for peer in self.peers.peers),
             metrics.switchback_pairs: lambda: 0 if self.switchback is None else self.switchback.pairs,
             metrics.switchback_left: lambda: self.switchback is not None and self.switchback.state == "left",
             metrics.switchback_change: self._switchback_change,

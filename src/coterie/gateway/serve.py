@@ -30,7 +30,18 @@ from coterie.net.access import Address, FleetAccess
 from coterie.net.http1.server import HttpServer, most_connections
 from coterie.net.processes import bind
 
-FIXED = ("listen", "handshake", "tokenizer", "block_size", "placement", "predictor", "state", "decisions", "picker")
+FIXED = (
+    "listen",
+    "handshake",
+    "tokenizer",
+    "block_size",
+    "placement",
+    "predictor",
+    "state",
+    "decisions",
+    "peers",
+    "picker",
+)
 """Settings that a reload cannot change."""
 SPARE_FILES = 256
 """Open files allowed besides connections: logs, event streams, files of libraries."""

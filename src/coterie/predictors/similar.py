@@ -11,6 +11,7 @@ Unrelated prompts mostly find no match.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -37,32 +38,20 @@ class Match(NamedTuple):
     """Number of shared leading tokens, at least 1."""
 
 
-@dataclass(slots=True, eq=False)
-class _Node:
-    """A run of tokens shared by all sequences below the node: bytes `start` to `stop` of the sequence `latest`."""
-
-    start: int
-    """Offset in bytes, like `stop`."""
-    stop: int
-    latest: int
-    """Highest sequence number below the node; once this sequence is forgotten, so are all others below."""
-    children: dict[bytes, _Node]
-    """First token → child."""
-
-
 class PrefixIndex:
     """Index of token sequences by their prefixes; the oldest sequences are forgotten first.
 
-    It is a radix tree: a lookup compares each token of the prompt at most once, a run at a time, however many sequences
-    there are. Runs refer to the stored sequences, so a sequence adds only one or two nodes. Sequences are stored as
-    bytes, which compare ten times as fast as arrays; that matters if many prompts diverge after a long shared prefix.
+    Sequences are stored as bytes in sorted order, where those with a common prefix are adjacent: the longest shared
+    prefix is shared with a neighbour of the place that the prompt would take.
     """
 
-    __slots__ = ("_added", "_held", "_roots")
+    __slots__ = ("_added", "_held", "_numbers", "_sorted")
 
     def __init__(self) -> None:
         self._held: dict[int, bytes] = {}
-        self._roots: dict[bytes, _Node] = {}
+        self._sorted: list[bytes] = []
+        self._numbers: list[int] = []
+        """Number of each sequence in `_sorted`."""
         self._added = 0
 
     def __len__(self) -> int:
@@ -76,65 +65,41 @@ class PrefixIndex:
         number = self._added
         self._added += 1
         self._held[number] = tokens
-        children, at = self._roots, 0
-        while at < len(tokens):
-            first = tokens[at : at + _WIDTH]
-            node = children.get(first)
-            if node is None:
-                children[first] = _Node(at, len(tokens), number, {})
-                break
-            at = self._shared(node, tokens)
-            if at < node.stop:
-                upper = _Node(node.start, at, number, {self._held[node.latest][at : at + _WIDTH]: node})
-                node.start = at
-                children[first] = node = upper
-            node.latest = number
-            children = node.children
+        at = bisect_right(self._sorted, tokens)
+        self._sorted.insert(at, tokens)
+        self._numbers.insert(at, number)
         return number
 
     def longest(self, token_ids: NDArray[np.integer]) -> Match | None:
         """Return the sequence that shares the most leading tokens, the latest if tied; None if no token is shared."""
-        tokens, best = _packed(token_ids), None
-        children, at = self._roots, 0
-        while at < len(tokens):
-            node = children.get(tokens[at : at + _WIDTH])
-            if node is None:
-                break
-            at, best = self._shared(node, tokens), node.latest
-            if at < node.stop:
-                break
-            children = node.children
-        return None if best is None else Match(best, at // _WIDTH)
+        tokens = _packed(token_ids)
+        at = bisect_left(self._sorted, tokens)
+        shared = max((_shared(tokens, held) for held in self._sorted[max(0, at - 1) : at + 1]), default=0)
+        if not shared:
+            return None
+        prefix = tokens[:shared]
+        first, stop = (
+            side(self._sorted, prefix, key=lambda held: held[:shared]) for side in (bisect_left, bisect_right)
+        )
+        return Match(max(self._numbers[first:stop]), shared // _WIDTH)
 
     def forget_oldest(self) -> int:
         """Forget the oldest sequence; returns its number."""
         check(self._held, "there is no sequence to forget")
         number = next(iter(self._held))
-        tokens = self._held.pop(number)
-        children, at = self._roots, 0
-        above: _Node | None = None
-        while at < len(tokens):
-            first = tokens[at : at + _WIDTH]
-            node = children[first]
-            if node.latest == number:
-                del children[first]
-                break
-            children, at, above = node.children, node.stop, node
-        if above is not None and len(children) == 1:
-            (only,) = children.values()
-            # Merge the two nodes. An older sequence may end between them, but the latest one, which wins ties,
-            # continues into the child: the older one is never the result of a lookup.
-            if only.latest == above.latest:
-                above.stop, above.children = only.stop, only.children
+        # Equal sequences are in order of their numbers, so the oldest is the first of them.
+        at = bisect_left(self._sorted, self._held.pop(number))
+        del self._sorted[at], self._numbers[at]
         return number
 
-    def _shared(self, node: _Node, tokens: bytes) -> int:
-        """Return the bytes shared from the sequence's start, up to the end of a node whose first token matches."""
-        stop = min(node.stop, len(tokens))
-        own, asked = self._held[node.latest][node.start : stop], tokens[node.start : stop]
-        if own == asked:
-            return stop
-        return node.start + int((np.frombuffer(own, np.int32) != np.frombuffer(asked, np.int32)).argmax()) * _WIDTH
+
+def _shared(first: bytes, second: bytes) -> int:
+    """Return the bytes of the leading tokens that two sequences share."""
+    size = min(len(first), len(second))
+    if first[:size] == second[:size]:
+        return size
+    tokens = (np.frombuffer(sequence, np.int32, size // _WIDTH) for sequence in (first, second))
+    return int(np.not_equal(*tokens).argmax()) * _WIDTH
 
 
 def _packed(token_ids: NDArray[np.integer]) -> bytes:
@@ -175,7 +140,7 @@ class SimilarPrefix(FallsBack):
     """Decay of recent popularity per record (see RecentPopularity)."""
     max_bytes: int = 1 << 28
     """Bytes of stored profiles and token ids; above this the oldest requests are forgotten. At 48 layers of 128 experts
-    and 1,000 tokens per request, about 16,000 to 27,000 requests fit; the tree takes another 500 bytes per request."""
+    and 1,000 tokens per request, about 16,000 to 27,000 requests fit."""
     recent_: RecentPopularity | None = field(default=None, init=False, repr=False)
     index_: PrefixIndex = field(default_factory=PrefixIndex, init=False, repr=False)
     profiles_: dict[int, Profile] = field(default_factory=dict, init=False, repr=False)

@@ -21,7 +21,6 @@ from coterie.registry import Registry
 from coterie.traces.activations import ActivationTrace
 from coterie.traces.load import LoadTable
 from coterie.traces.readers.base import Trace, kind_of
-from coterie.traces.readers.request_logs import MOONCAKE_BLOCK_TOKENS
 from coterie.traces.requests import RequestTrace
 from coterie.traces.store import new_path
 
@@ -120,42 +119,6 @@ def _write_jsonl(trace: RequestTrace, path: Path) -> None:
     _dump_lines((dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)), path)
 
 
-def _write_mooncake(trace: RequestTrace, path: Path) -> None:
-    arrival_s = _arrivals(trace, "mooncake")
-    prefix_blocks = check_given(
-        trace.prefix_blocks, "the trace has no prefix_blocks, which format 'mooncake' needs; csv and jsonl can hold it"
-    )
-    check(
-        trace.block_tokens == MOONCAKE_BLOCK_TOKENS,
-        f"block_tokens={trace.block_tokens} must be {MOONCAKE_BLOCK_TOKENS} in format 'mooncake'; jsonl holds any",
-    )
-    for i, blocks in enumerate(prefix_blocks):
-        needed = -(-int(trace.prompt_tokens[i]) // MOONCAKE_BLOCK_TOKENS)
-        check(
-            len(blocks) == needed,
-            f"request {i} has {len(blocks)} prefix_blocks; format 'mooncake' needs {needed} for "
-            f"prompt_tokens={trace.prompt_tokens[i]}; jsonl holds any",
-        )
-    _dump_lines(
-        (
-            {
-                "timestamp": _milliseconds(float(arrival_s[i])),
-                "input_length": int(trace.prompt_tokens[i]),
-                "output_length": int(trace.output_tokens[i]),
-                "hash_ids": blocks.tolist(),
-            }
-            for i, blocks in enumerate(prefix_blocks)
-        ),
-        path,
-    )
-
-
-def _milliseconds(arrival_s: float) -> int | float:
-    """Convert to milliseconds: an integer if exact, as in the published traces, else a float, without rounding."""
-    whole = round(arrival_s * 1e3)
-    return whole if whole / 1e3 == arrival_s else arrival_s * 1e3
-
-
 def _write_npz(trace: ActivationTrace | LoadTable, path: Path) -> None:
     arrays: dict[str, NDArray[Any] | None]
     if isinstance(trace, LoadTable):
@@ -175,12 +138,6 @@ def _write_npz(trace: ActivationTrace | LoadTable, path: Path) -> None:
     given: dict[str, Any] = {name: array for name, array in arrays.items() if array is not None}
     with path.open("wb") as stream:  # a stream, because savez adds .npz to names
         np.savez(stream, **given)
-
-
-def _write_load_history(trace: LoadTable, path: Path) -> None:
-    path.write_text(
-        json.dumps({"load_history": [{"logical_expert_load": window.tolist()} for window in trace.counts]}) + "\n"
-    )
 
 
 def _arrivals(trace: RequestTrace, format: str) -> NDArray[np.float64]:
@@ -223,15 +180,6 @@ writers.add(
 )
 writers.add("jsonl", Writer(_write_jsonl, (RequestTrace,), _REQUEST_COLUMNS, "plain JSON Lines of requests"))
 writers.add(
-    "mooncake",
-    Writer(
-        _write_mooncake,
-        (RequestTrace,),
-        frozenset({"arrival_s", "prefix_blocks"}),
-        "Mooncake JSON Lines: requests with 512-token prefix blocks",
-    ),
-)
-writers.add(
     "npz",
     Writer(
         _write_npz,
@@ -239,8 +187,4 @@ writers.add(
         frozenset({"layer_ids", "tokens"}),
         "NumPy arrays: expert_ids, offsets, phase and what else is recorded, or counts",
     ),
-)
-writers.add(
-    "load-history",
-    Writer(_write_load_history, (LoadTable,), frozenset(), "EPLB load history, JSON: tokens per expert in each window"),
 )

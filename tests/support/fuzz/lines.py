@@ -78,7 +78,8 @@ def leaves(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
     if not hasattr(command, "commands"):
         yield words, command
         return
-    for name, child in command.commands.items():
+    for name in command.list_commands(None):
+        child = command.get_command(None, name)
         yield from leaves(child, (*words, name))
 
 

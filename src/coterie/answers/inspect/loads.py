@@ -48,10 +48,6 @@ class LayerLoad:
     layer: int
     """Layer index in the model, dense layers included; the row in the trace if the trace has no layer ids."""
     max_over_mean: float | None
-    gini: float | None
-    """Gini coefficient over experts: 0 is an even load; near 1, a few experts have nearly all of it."""
-    cv: float | None
-    """Coefficient of variation: standard deviation ÷ mean over experts."""
     hot: list[HotExpert]
     """Up to 8 most loaded experts, hottest first."""
 
@@ -89,26 +85,15 @@ class DomainSimilarity:
     least: float | None
 
 
-def gini(load: Load) -> NDArray[np.float64]:
-    """Compute the Gini coefficient over experts [layer] of a load [layer, expert]; NaN for a layer without load."""
-    ordered = np.sort(np.asarray(load, np.float64), axis=1)
-    count, total = ordered.shape[1], ordered.sum(axis=1)
-    rank = 2 * np.arange(1, count + 1) - count - 1
-    return _ratio(ordered @ rank, count * total)
-
-
 def layer_loads(load: Load, layer_ids: Sequence[int]) -> list[LayerLoad]:
     """Compute the statistics of each layer of a load [layer, expert]."""
     values = np.asarray(load, np.float64)
-    mean, total = values.mean(axis=1), values.sum(axis=1)
-    peak, ginis, cv = _ratio(values.max(axis=1), mean), gini(values), _ratio(values.std(axis=1), mean)
+    peak, total = _ratio(values.max(axis=1), values.mean(axis=1)), values.sum(axis=1)
     order = np.argsort(-values, axis=1, kind="stable")[:, :HOT_EXPERTS]
     return [
         LayerLoad(
             int(layer_ids[i]),
             number(peak[i]),
-            number(ginis[i]),
-            number(cv[i]),
             [HotExpert(int(e), float(values[i, e] / total[i])) for e in order[i] if values[i, e] > 0],
         )
         for i in range(len(values))

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
-from scipy.stats import rankdata
 
 from coterie._numba import njit
 from coterie.answers.inspect.loads import number
@@ -45,10 +44,8 @@ class PhaseCorrelation:
     requests: int
     """Number of sampled requests with tokens of both phases."""
     pearson: float | None
-    """Pearson correlation, mean over layers; `spearman` likewise."""
-    spearman: float | None
+    """Pearson correlation, mean over layers."""
     pearson_per_layer: list[float | None]
-    spearman_per_layer: list[float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +97,6 @@ class Samples:
     """Expert ids [token, layer, k] of up to 16 random decode tokens of each request."""
     pearson: list[NDArray[np.float64]] = field(default_factory=list)
     """Correlation [layer] of each request with both phases; NaN if the counts of a phase are constant."""
-    spearman: list[NDArray[np.float64]] = field(default_factory=list)
 
     @classmethod
     def choose(cls, meta: TraceMeta, num_requests: int, rng: Generator) -> Samples:
@@ -121,16 +117,14 @@ class Samples:
             self.tokens.append(ids[rng.choice(at, min(len(at), TOKENS_PER_REQUEST), replace=False)])
             if len(at) < len(phase) and int(request) in self.correlated:
                 pair = [footprint(ids[phase == p], self.meta.num_experts) for p in (PREFILL, DECODE)]
-                counts = np.stack(pair).astype(np.float64)  # [phase, layer, expert]
-                self.pearson.append(_pearson(*counts))
-                self.spearman.append(_pearson(*rankdata(counts, axis=2)))
+                self.pearson.append(_pearson(*np.stack(pair).astype(np.float64)))
 
     def correlation(self) -> PhaseCorrelation | None:
         """Return the mean correlations; None if no sampled request has both phases."""
         if not self.pearson:
             return None
-        pearson, spearman = ([_mean(layer) for layer in np.stack(v).T] for v in (self.pearson, self.spearman))
-        return PhaseCorrelation(len(self.pearson), _mean(pearson), _mean(spearman), pearson, spearman)
+        per_layer = [_mean(layer) for layer in np.stack(self.pearson).T]
+        return PhaseCorrelation(len(self.pearson), _mean(per_layer), per_layer)
 
     def distinct(self, domain: NDArray[np.int64] | None, rng: Generator) -> list[DistinctExperts]:
         """Compute distinct experts for every batch size; `domain` [request] is None if the trace has no domains."""

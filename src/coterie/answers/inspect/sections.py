@@ -33,7 +33,7 @@ def write_inspection(found: Inspection, folder: Path) -> list[Path]:
 
 def sections(found: Inspection) -> list[Section]:
     """Return the sections for which the trace has numbers, in reading order."""
-    makers = (_load, _gini, _ranks, _distinct, _domains, _phases, _drift, _arrivals, _lengths)
+    makers = (_load, _ranks, _distinct, _domains, _phases, _drift, _arrivals, _lengths)
     return [section for maker in makers if (section := maker(found)) is not None]
 
 
@@ -78,6 +78,7 @@ def _load(found: Inspection) -> Section | None:
         (
             which,
             str(layer.layer),
+            layer.max_over_mean,
             ", ".join(f"{h.expert} ({100 * h.share:.1f}%)" for h in layer.hot),
             _percent(sum(h.share for h in layer.hot)),
         )
@@ -93,34 +94,13 @@ def _load(found: Inspection) -> Section | None:
         key="load",
         title="Load per expert",
         meaning=meaning,
-        columns=("layer", "id", "hottest experts (share of the layer)", f"top {min(HOT_EXPERTS, found.experts or 0)}"),
+        columns=(
+            *("layer", "id", "max ÷ mean", "hottest experts (share of the layer)"),
+            f"top {min(HOT_EXPERTS, found.experts or 0)}",
+        ),
         rows=rows,
         plot=partial(figures.heat_map, found.load, _ids(found)),
         alt="Heat map of load relative to the layer's mean: a row a layer, experts sorted from hot to cold.",
-    )
-
-
-def _gini(found: Inspection) -> Section | None:
-    typical = typical_layers(found.layers or [])
-    if not found.layers or not typical:
-        return None
-    ginis = [x.gini for x in found.layers]
-    known = [g for g in ginis if g is not None]
-    rows: list[tuple[Cell, ...]] = [(which, str(x.layer), x.max_over_mean, x.gini, x.cv) for which, x in typical]
-    median = typical[1][1]
-    meaning = (
-        f"By max ÷ mean, layer {median.layer} is the median one: {median.max_over_mean:.3g}, and a Gini coefficient of "
-        f"{median.gini:.3g} (over all layers {min(known):.3g} to {max(known):.3g}). "
-        "Layers far above the rest are where a placement of their own, or replicas, pay first."
-    )
-    return Section(
-        key="gini",
-        title="Skew per layer",
-        meaning=meaning,
-        columns=("layer", "id", "max ÷ mean", "Gini", "CV"),
-        rows=rows,
-        plot=partial(figures.layer_lines, _ids(found), {"Gini": ginis}, "Gini coefficient of the load", None),
-        alt="Line of the Gini coefficient of every layer.",
     )
 
 
@@ -229,11 +209,8 @@ def _phases(found: Inspection) -> Section | None:
         return None
     known = sorted((p, i) for i, p in enumerate(both.pearson_per_layer) if p is not None)
     rows: list[tuple[Cell, ...]] = [
-        ("mean", None, both.pearson, both.spearman),
-        *(
-            (which, str(_ids(found)[i]), both.pearson_per_layer[i], both.spearman_per_layer[i])
-            for which, (_, i) in (("lowest", known[0]), ("highest", known[-1]))
-        ),
+        ("mean", None, both.pearson),
+        *((which, str(_ids(found)[i]), value) for which, (value, i) in (("lowest", known[0]), ("highest", known[-1]))),
     ]
     low, high = PUBLISHED_CORRELATION
     shown = round(both.pearson, 2)
@@ -243,15 +220,20 @@ def _phases(found: Inspection) -> Section | None:
         f"requests), {verdict} the published {low:.2f} to {high:.2f}. The higher, the better a router can choose "
         "the decode worker from the prefill footprint; short requests lower it by noise alone."
     )
-    series = {"Pearson": both.pearson_per_layer, "Spearman": both.spearman_per_layer}
     return Section(
         key="phases",
         title="Prefill against decode",
         meaning=meaning,
-        columns=("layer", "id", "Pearson", "Spearman"),
+        columns=("layer", "id", "correlation"),
         rows=rows,
-        plot=partial(figures.layer_lines, _ids(found), series, "correlation", (low, high, "published")),
-        alt="Lines of prefill-decode correlation of every layer, with the published range shaded.",
+        plot=partial(
+            figures.layer_lines,
+            _ids(found),
+            {"Pearson": both.pearson_per_layer},
+            "correlation",
+            (low, high, "published"),
+        ),
+        alt="Line of the prefill-decode correlation of every layer, with the published range shaded.",
     )
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.answers.plan.samples import Sample
 from coterie.errors import ConfigError, check
 from coterie.placement.maps.formats import PlacementMap
 from coterie.types import Placement, balancedness, layer_balance
@@ -26,22 +25,6 @@ class Replicated:
     replicas: int
     load: float | None
     """Share of the layer's tokens that the expert gets; None without a load."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepsInspection:
-    """Balancedness of a placement over single steps."""
-
-    what: str
-    scenarios: int
-    balancedness: float
-    """Mean rank load ÷ max rank load, mean over steps and layers."""
-    worst_tenth: float
-    """Mean balancedness of the least even tenth of the steps."""
-    worst: str | None
-    """Name of the least even step, if steps have names."""
-    least: float
-    """Balancedness of the least even step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +55,10 @@ class MapInspection:
     """Layer id of the least even layer; None without a load."""
     rank_load: list[list[float]] | None
     """[layer, rank] tokens; None without a load."""
-    steps: StepsInspection | None = None
 
 
-def inspect_map(
-    map: PlacementMap, nodes: int = 1, load: NDArray[np.float64] | None = None, steps: Sample | None = None
-) -> MapInspection:
-    """Inspect a placement; `load` [layer, expert] tokens of the same layers, `steps` single steps of that load."""
+def inspect_map(map: PlacementMap, nodes: int = 1, load: NDArray[np.float64] | None = None) -> MapInspection:
+    """Inspect a placement; `load` [layer, expert] tokens of the same layers."""
     placement = map.placement
     check(placement.num_ranks % nodes == 0, f"num_ranks={placement.num_ranks} must be a multiple of nodes={nodes}")
     if load is not None and load.shape != (placement.num_layers, placement.num_experts):
@@ -105,31 +85,7 @@ def inspect_map(
         balancedness=None if busy is None else balancedness(busy),
         worst_layer=None if busy is None else ids[worst_layer(busy)],
         rank_load=None if busy is None else busy.tolist(),
-        steps=None if steps is None else _steps(map, steps),
     )
-
-
-def _steps(map: PlacementMap, sample: Sample) -> StepsInspection:
-    load = sample.load
-    assert load.scenarios is not None
-    assert load.weights is not None
-    each = np.array([balancedness(_rank_load(map, step)) for step in load.scenarios])
-    least = int(each.argmin())
-    return StepsInspection(
-        what=sample.what,
-        scenarios=len(each),
-        balancedness=float(each @ load.weights),
-        worst_tenth=_lowest_mean(each, load.weights, 0.1),
-        worst=sample.names[least] if sample.names else None,
-        least=float(each[least]),
-    )
-
-
-def _lowest_mean(values: NDArray[np.float64], weights: NDArray[np.float64], share: float) -> float:
-    """Return the mean of the lowest `share` of the values; the value at the quantile counts in part."""
-    order = np.argsort(values, kind="stable")
-    before = np.cumsum(weights[order]) - weights[order]
-    return float(values[order] @ np.clip(share - before, 0.0, weights[order])) / share
 
 
 def worst_layer(rank_load: NDArray[np.float64]) -> int:

@@ -1,9 +1,5 @@
 """Loads to plan for: read from a trace in any known format, with a held-out part to score a plan on.
 
-Token counts by source rank, with which a planner can account for the traffic between ranks, are read in two forms: an
-.npy file [source rank, layer, expert], and a folder of TensorRT-LLM's expert statistics, in which each rank counts its
-own tokens. They must add up to the load that they come with.
-
 A plan looks best on the load it was made for. A load is therefore divided if possible: a plan made on one part is
 scored on the other part. The same holds for single steps (:mod:`~coterie.answers.plan.samples`): steps to score on are
 drawn from requests or windows that the plan was not made on.
@@ -21,16 +17,13 @@ from numpy.typing import NDArray
 
 from coterie.answers.plan.learning import ItemKind, SeenRequests
 from coterie.answers.plan.samples import Sample, Sampling, of_domains, of_requests, of_windows
-from coterie.errors import ConfigError, InputError, TraceError, check, check_file, check_input_file
+from coterie.errors import ConfigError, TraceError, check, check_file
 from coterie.footprints.counting import accumulate_load
 from coterie.models import model_of
 from coterie.traces import ActivationTrace, LoadTable
 from coterie.traces.load import MERGED, choose_windows
 from coterie.traces.readers import ReadOptions, read_trace
-from coterie.traces.readers.load_dumps import sniff_trtllm
-from coterie.traces.store import ArrayFile
 from coterie.types import ModelSpec
-from coterie.wire.routed_experts import decode_npy
 
 Array = NDArray[np.float64]
 
@@ -77,8 +70,6 @@ class WindowLoad(NamedTuple):
     """[layer, expert] tokens."""
     what: str
     """Description of the load: which part of which file, in words."""
-    labels: tuple[str, ...] = ()
-    """Labels of the windows that the load is the sum of, if they have labels."""
     parts: Parts | None = None
     whole_because: str = ""
     """Reason why the load is not divided, in words, if `parts` is None."""
@@ -201,7 +192,7 @@ def _of_table(make: Make, path: Path, table: LoadTable, window: str | None, samp
     def total(rows: list[int]) -> Array:
         return np.asarray(table.counts[rows].sum(axis=0, dtype=np.float64))
 
-    whole = partial(make, total(chosen), what, named)
+    whole = partial(make, total(chosen), what)
     merged = [label for label in named if label.startswith(MERGED)]
     if merged:
         return whole(whole_because=f"{merged[0]} is a sum of other windows")
@@ -249,68 +240,3 @@ def _halves(chosen: list[int], labels: list[str]) -> tuple[list[int], list[int]]
         alone += groups.pop(name)
     cut = [(rows, -(-len(rows) // 2)) for rows in (*groups.values(), sorted(alone))]
     return [i for rows, half in cut for i in rows[:half]], [i for rows, half in cut for i in rows[half:]]
-
-
-# ------------------------------------------------------------------------------------------------------ source ranks
-
-
-def read_sources(path: Path, tokens: Array, layer_ids: tuple[int, ...], labels: tuple[str, ...], ranks: int) -> Array:
-    """Read counts [source rank, layer, expert]; raise unless they add up to `tokens` [layer, expert].
-
-    For TensorRT-LLM's statistics, `labels` are the iterations and `layer_ids` the layers that `tokens` was read from.
-    """
-    sources = _of_statistics(path, tokens, layer_ids, labels, ranks) if path.is_dir() else _of_array(path)
-    expected = (ranks, *tokens.shape)
-    check_file(
-        sources.shape == expected,
-        path,
-        "sources",
-        f"has shape {sources.shape}; [source rank, layer, expert] is {expected} here",
-    )
-    bad = np.argwhere(~((sources >= 0) & (sources < np.inf)))  # ~ catches NaN as well
-    if bad.size:
-        at = tuple(int(index) for index in bad[0])
-        raise TraceError(path, f"sources{list(at)}", f"is {sources[at]}; tokens must be finite and not negative")
-    total = sources.sum(axis=0)
-    wrong = np.argwhere(~np.isclose(total, tokens, rtol=1e-6, atol=1e-6))
-    if wrong.size:
-        layer, expert = (int(index) for index in wrong[0])
-        raise TraceError(
-            path,
-            "sources",
-            f"of layer {layer_ids[layer]}, expert {expert} add up to {total[layer, expert]:g} tokens; "
-            f"the load has {tokens[layer, expert]:g}",
-        )
-    return sources
-
-
-def _of_array(path: Path) -> Array:
-    check_input_file(path)
-    try:
-        sources = decode_npy(path.read_bytes())
-    except FileNotFoundError:
-        raise TraceError(path, "file", "does not exist") from None
-    except (OSError, InputError) as error:
-        raise TraceError(path, "file", f"is no .npy array: {error}") from None
-    check_file(sources.dtype.kind in "uif", path, "file", "must be an .npy array of numbers")
-    return sources.astype(np.float64)
-
-
-def _of_statistics(
-    path: Path, tokens: Array, layer_ids: tuple[int, ...], iterations: tuple[str, ...], ranks: int
-) -> Array:
-    check_file(sniff_trtllm(path), path, "sources", "is a folder, but none of TensorRT-LLM's expert statistics")
-    files = sum(1 for _ in path.glob("rank*.safetensors"))
-    check_file(files == ranks, path, "rank*.safetensors", f"are {files}; --ranks={ranks} must be as many")
-    sources = np.zeros((ranks, *tokens.shape))
-    for rank in range(ranks):
-        arrays = ArrayFile(path / f"rank{rank}.safetensors")
-        for row, layer in enumerate(layer_ids):
-            for iteration in iterations:
-                key = f"{iteration}_{layer}"
-                counts = arrays.get(key)
-                if counts is not None and counts.shape != tokens.shape[1:]:
-                    raise TraceError(arrays.path, key, f"has shape {counts.shape}, expected {tokens.shape[1:]}")
-                if counts is not None:
-                    sources[rank, row] += counts
-    return sources

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 import numpy as np
 
 from coterie.answers.plan.learning import ItemKind, LocalShares, SeenRequests, check_tables
-from coterie.answers.plan.loads import MEAN, WindowLoad, read_load, read_sources
+from coterie.answers.plan.loads import MEAN, WindowLoad, read_load
 from coterie.answers.plan.memory import RankMemory, device_bytes
 from coterie.answers.plan.pricing import DomainRow, HeldOutReport, Placed, Pricing, Scoring, gain_pct
 from coterie.answers.plan.samples import Sampling
@@ -51,7 +51,6 @@ class PlanOptions:
     load: Path
     load_format: str | None = None
     window: str | None = None
-    sources: Path | None = None
     model: str | None = None
     ranks: int = 8
     nodes: int = 1
@@ -156,17 +155,9 @@ def make_plan(options: PlanOptions, report: Report = lambda *_: None) -> Planned
     memory.check(options.preset)
     asked = {"horizon": options.horizon, "target_balance": options.target_balance}
     settings = {name: value for name, value in asked.items() if value is not None}
-    sources = None
-    if options.sources is not None:
-        sources = read_sources(options.sources, load.tokens, load.layer_ids, load.labels, options.ranks)
-        load = load._replace(
-            what=f"{load.what}, by source rank of {options.sources.name}",
-            parts=None,
-            whole_because="its sources are those of the whole load",
-        )
     check_tables(options.tables, load.learned)
     learned = {} if load.learned is None else load.learned.offers()
-    pricing = Pricing(model, topology, load.tokens, settings, sources, options.movement, load.steps, learned)
+    pricing = Pricing(model, topology, load.tokens, settings, options.movement, load.steps, learned)
     in_order = _in_order(load, topology)
     start = given or Placed(Placement.linear(len(load.tokens), load.spec.num_experts, options.ranks, slots))
     asking = _Round(options, load, pricing, given or in_order or start, start, _layers_done(report, load.layer_ids))
@@ -280,9 +271,6 @@ def _check(options: PlanOptions) -> None:
         {
             f"--batch={options.batch}: a step of --requests={requests} has the tokens it has": requests is not None
             and options.batch != BATCH,
-            f"--sources={options.sources} are of the mean step; leave it out with --requests and --over": (
-                options.sampling.asked and options.sources is not None
-            ),
             f"--ranks={ranks} must be a multiple of --nodes={nodes}, both at least 1": (
                 ranks < 1 or nodes < 1 or ranks % nodes
             ),

@@ -44,7 +44,6 @@ class Pricing:
     """[layer, expert] tokens."""
     settings: dict[str, float]
     """Settings of the objective other than prices: horizon and target_balance, if given."""
-    sources: Array | None = None
     movement: Movement = "stops"
     """How the engine moves weights: whether it stops for moves or stages them."""
     steps: Sample | None = None
@@ -56,7 +55,7 @@ class Pricing:
         if self.steps is not None:
             return self.steps.at(batch * self.model.spec.top_k)
         seen = self.tokens.sum(axis=1).mean() / self.model.spec.top_k
-        return Load(self.tokens, max(float(seen) / batch, 1e-9), self.sources)
+        return Load(self.tokens, max(float(seen) / batch, 1e-9))
 
     def objective(self, batch: int) -> Objective:
         return Objective.of(self.model, batch, self.movement, **self.settings)

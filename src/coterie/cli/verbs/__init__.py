@@ -82,7 +82,7 @@ VERBS = {
     "load": Verb("Measure a server under load: TTFT and TPOT with intervals, routers compared.", folder="serving"),
     "models": Verb("List known models, or show the shape of one."),
     "place": Verb("Look at placements, and apply them to checkpoints."),
-    "plan": Verb("Plan where experts live, and when moving them pays off.", 30, "PlannersInHelp"),
+    "plan": Verb("Plan where experts live, and when moving them pays off.", 30),
     "record": Verb("Record the experts of real requests, from a model run here or a running server."),
     "serve": Verb("Route requests in front of a live fleet; OpenAI-compatible.", 10, folder="serving"),
     "simulate": Verb("Simulate batch selection on your own requests.", 10),

@@ -11,13 +11,8 @@ import typer
 from rich.markup import escape
 
 from coterie.cli.output import (
-    BurstsOption,
     JsonOption,
-    OverOption,
-    PhaseOption,
     RankColumn,
-    RequestsOption,
-    StepsOption,
     bar,
     out,
     print_json,
@@ -32,9 +27,8 @@ from coterie.cli.output import (
 )
 from coterie.errors import check
 
-if TYPE_CHECKING:  # matplotlib takes a second to import: done only to draw a figure
+if TYPE_CHECKING:  # compiled code takes a second to import
     from coterie.answers.plan.inspection import MapInspection
-    from coterie.answers.plan.samples import Brought, Over
 
 
 place_app = typer.Typer(
@@ -70,52 +64,31 @@ def inspect_command(
         typer.Option("--model", help="Model shape: a known name, or a folder with config.json. Default: the file's."),
     ] = None,
     ranks: RanksOption = None,
-    requests: RequestsOption = None,
-    phase: PhaseOption = None,
-    bursts: BurstsOption = 0.0,
-    over: OverOption = None,
-    steps: StepsOption = 64,
     nodes: Annotated[int, typer.Option("--nodes", min=1, help="Nodes; each holds the same number of ranks.")] = 1,
     from_: MapFormatOption = None,
-    out_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", help="Figure to write (.png); a .pdf of the same name is written too. Existing files are replaced."
-        ),
-    ] = None,
     json_output: JsonOption = False,
 ) -> None:
     """Show a placement: replicas, duplicates, spread over nodes, and the load of every rank."""
     from coterie.answers.plan.inspection import inspect_map
     from coterie.answers.plan.loads import read_load
-    from coterie.answers.plan.samples import Sampling
     from coterie.models import model_of
     from coterie.placement.maps.formats import read_map
 
-    check(out_file is None or out_file.suffix == ".png", f"--out={out_file} must end in .png")
-    sampling = Sampling(requests, cast("Brought | None", phase), bursts, cast("Over | None", over), steps)
-    check(not sampling.asked or load is not None, "--requests and --over are of a --load")
     spec = None if model is None else model_of("", model)
     map = read_map(placement, from_, model=spec, num_ranks=ranks)
-    tokens = what = single = None
+    tokens = what = None
     if load is not None:
-        seen = read_load(load, None, model or (None if map.model == "unknown" else map.model), window, sampling)
+        seen = read_load(load, None, model or (None if map.model == "unknown" else map.model), window)
         check(
             map.layer_ids in (None, seen.layer_ids),
             f"{load} and {placement} are for different layers of {seen.spec.name}",
         )
-        tokens, what, single = seen.tokens, seen.what, seen.steps
-    shown = inspect_map(map, nodes, tokens, single)
-    figure = {} if out_file is None else {"figure": str(out_file)}
-    if out_file is not None:
-        from coterie.answers.figures import draw_map
-
-        draw_map(out_file, map, None if shown.rank_load is None else np.array(shown.rank_load), tokens)
+        tokens, what = seen.tokens, seen.what
+    shown = inspect_map(map, nodes, tokens)
     if json_output:
-        print_json(asdict(shown) | {"load": what} | figure)
+        print_json(asdict(shown) | {"load": what})
     else:
         _print(shown, what)
-        print_lines(*(f"Figure: {path}" for path in figure.values()))
 
 
 @place_app.command("apply")
@@ -237,10 +210,3 @@ def _print_load(shown: MapInspection) -> None:
         f"Balancedness (mean ÷ busiest rank, 1 is even), mean of layers: {shown.balancedness:.3f}; "
         f"layer {shown.worst_layer} is the least even.",
     )
-    steps = shown.steps
-    if steps is not None:
-        worst = f"; {steps.worst} has {steps.least:.3f}" if steps.worst is not None else ""
-        print_lines(
-            f"Over {steps.what}: balancedness {steps.balancedness:.3f}, {steps.worst_tenth:.3f} in the least even tenth"
-            f"{worst}. Whether a plan has seen them only you know."
-        )

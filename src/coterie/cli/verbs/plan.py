@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import math
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
-from typer.core import TyperCommand
 
 from coterie.cli.output import (
-    BurstsOption,
     JsonOption,
-    OverOption,
-    PhaseOption,
     RankColumn,
-    RequestsOption,
-    StepsOption,
     WindowOption,
     print_json,
     print_lines,
@@ -46,16 +39,6 @@ DTYPES = ("fp32", "bf16", "fp16", "fp8", "mxfp4")
 """Values of ``WeightDtype``, listed here for --help: importing it would import NumPy."""
 MOVEMENTS = {"none": "none", "stops": "the engine stops", "staged": "beside its steps"}
 SPLITS = ("equal", "weighted", "optimal")
-
-
-class PlannersInHelp(TyperCommand):
-    """Command whose help ends with the planners that other packages add."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        super().format_help(ctx, formatter)
-        added = sorted({point.name for point in entry_points(group="coterie.planners")} - {*PLANNERS, *LEARNERS})
-        if added:
-            typer.echo(f" Planners of other packages: {', '.join(added)}")
 
 
 def plan_command(
@@ -122,14 +105,6 @@ def plan_command(
         typer.Option("--time-limit", help="Seconds per layer for planner latency_optimal_ilp. Default: 10."),
     ] = None,
     window: WindowOption = None,
-    sources: Annotated[
-        Path | None,
-        typer.Option(
-            "--sources",
-            help="The same tokens by the rank they start on: an .npy array [rank, layer, expert], or a folder of "
-            "TensorRT-LLM's statistics. Default: every rank sends the same load.",
-        ),
-    ] = None,
     preset: Annotated[
         str,
         typer.Option("--preset", help="Calibrated device: h200, rtx-pro-6000, or a file written by coterie calibrate."),
@@ -157,11 +132,30 @@ def plan_command(
             "Default: one link inside a node, one between nodes.",
         ),
     ] = None,
-    requests: RequestsOption = None,
-    phase: PhaseOption = None,
-    bursts: BurstsOption = 0.0,
-    over: OverOption = None,
-    steps: StepsOption = 64,
+    requests: Annotated[
+        int | None,
+        typer.Option("--requests", help="Plan for single steps of so many requests, drawn from an activation trace."),
+    ] = None,
+    phase: Annotated[
+        str | None,
+        typer.Option(
+            "--phase",
+            help="What a request brings to such a step: prefill (its prompt), decode (a token), mixed (one its prompt, "
+            "the others a token), or all (its recorded tokens, as a prompt would). Default: prefill if it has prompts.",
+        ),
+    ] = None,
+    bursts: Annotated[
+        float, typer.Option("--bursts", help="Share of such steps whose requests are all of one domain.")
+    ] = 0.0,
+    over: Annotated[
+        str | None,
+        typer.Option(
+            "--over",
+            help="Plan for single windows of a load table, its domains (labels up to a /), or mixtures of them: "
+            "windows, domains or mixtures.",
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", help="Steps or mixtures to draw.")] = 64,
     save_scenarios: Annotated[
         Path | None,
         typer.Option(
@@ -218,7 +212,6 @@ def plan_command(
         load=load,
         load_format=from_,
         window=window,
-        sources=sources,
         model=model,
         ranks=ranks,
         nodes=nodes,

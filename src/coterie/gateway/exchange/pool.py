@@ -46,6 +46,24 @@ class WholeAnswer(NamedTuple):
     body: bytes
 
 
+async def ask_whole(
+    upstream: Upstream,
+    method: str,
+    path: str,
+    headers: Headers,
+    timeout_s: float,
+    body: bytes = b"",
+    most_bytes: int = MOST_BYTES,
+) -> WholeAnswer:
+    """Send a request and read its answer. Raises UpstreamError, also if the answer is late."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            answer = await upstream.send(method, path, headers, body)
+            return WholeAnswer(answer.status, await answer.read(most_bytes))
+    except TimeoutError:
+        raise UpstreamError("timeout", f"{path}: no answer within {timeout_s:g} s") from None
+
+
 class Member:
     """A worker of a pool, with the connections to it."""
 
@@ -96,12 +114,7 @@ class Member:
     ) -> WholeAnswer:
         """Send a request that is no client's, with JSON as body. Raises UpstreamError, also if the answer is late."""
         headers = [*self.headers, (b"content-type", b"application/json")] if body else self.headers
-        try:
-            async with asyncio.timeout(timeout_s):
-                answer = await self.upstream.send(method, path, headers, body)
-                return WholeAnswer(answer.status, await answer.read(most_bytes))
-        except TimeoutError:
-            raise UpstreamError("timeout", f"{path}: no answer within {timeout_s:g} s") from None
+        return await ask_whole(self.upstream, method, path, headers, timeout_s, body, most_bytes)
 
     async def ask_report(self, timeout_s: float) -> WorkerReport:
         """Read the worker's metrics. Raises ReportError or UpstreamError."""

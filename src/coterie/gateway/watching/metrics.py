@@ -318,6 +318,7 @@ class Metrics(Collector):
             measure=None,
             bound=None,
         )
+        self.peers_present = Gauge("peers_present", "Other gateways whose requests routing counts")
         self.switchback_pairs = Gauge("switchback_pairs", "Pairs of blocks in which it was measured")
         self.switchback_left = Gauge(
             "switchback_left", "1 while the shortest queue routes because the router was worse"
