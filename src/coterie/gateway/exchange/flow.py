@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from coterie.errors import InputError, UnavailableError
+from coterie.errors import UnavailableError
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.exchange.call import Call, Outcome
 from coterie.gateway.exchange.knowledge import Knowledge, KnownPrompt
@@ -24,7 +24,7 @@ from coterie.gateway.exchange.relay import WHY, Relayed, Usage, pass_stream, pas
 from coterie.gateway.fleet.health import HealthSettings, is_failure
 from coterie.gateway.watching.spans import NO_SPAN
 from coterie.net.http1 import Answer, Headers, HttpError, Responder, UpstreamError, is_event_stream
-from coterie.wire.footprints import WireFootprint, check_possible, footprint_of
+from coterie.wire.footprints import WireFootprint, read_footprint
 from coterie.wire.handoff import REQUEST_ID_HEADER
 
 BUSY = 429
@@ -159,13 +159,8 @@ class Flow(ABC):
 
         `cached_tokens` of the prompt were in the prefill worker's cache; None if not reported.
         """
-        footprint, problem = None, None
-        try:
-            footprint = footprint_of(params)
-            if footprint is not None:
-                check_possible(footprint, self.knowledge.footprints.shape, self.knowledge.footprints.top_k)
-        except InputError as error:
-            footprint, problem = None, str(error)
+        known = self.knowledge.footprints
+        footprint, problem = read_footprint(params, known.shape, known.top_k)
         self.observer.handed_over(footprint, problem, cached_tokens)
         return footprint
 
