@@ -19,7 +19,6 @@ from urllib.parse import quote
 import msgspec
 from msgspec.structs import replace
 
-from coterie.errors import InputError
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.exchange.call import Call, Outcome, encode_object
 from coterie.gateway.exchange.flow import NO_USAGE, REQUEST_ID, Flow, may_retry, outcome
@@ -29,7 +28,7 @@ from coterie.gateway.exchange.pool import Member, Pool
 from coterie.gateway.exchange.relay import Usage, pass_whole
 from coterie.net.http1 import HttpError, Responder, UpstreamError
 from coterie.routing.fleet import shown
-from coterie.wire.footprints import KEY, WireFootprint, check_possible, footprint_of, without_footprint
+from coterie.wire.footprints import KEY, WireFootprint, read_footprint, without_footprint
 from coterie.wire.handoff import GRANT, decode_body, prefill_body
 
 DROP_S = 10.0
@@ -220,13 +219,8 @@ class VllmPairFlow(Flow):
         except (msgspec.DecodeError, RecursionError, ValueError) as error:
             raise UpstreamError("protocol", f"the prefill worker's answer cannot be read: {error}", True) from None
         params = answer.kv_transfer_params or {}
-        footprint, problem = None, None
-        try:
-            footprint = footprint_of(params)
-            if footprint is not None:
-                check_possible(footprint, self.knowledge.footprints.shape, self.knowledge.footprints.top_k)
-        except InputError as error:
-            footprint, problem = None, str(error)
+        known = self.knowledge.footprints
+        footprint, problem = read_footprint(params, known.shape, known.top_k)
         usage = answer.usage or NO_USAGE
         self.observer.handed_over(footprint, problem, usage.cached_tokens)
         carried = {} if footprint is None else {KEY: params[KEY]}
