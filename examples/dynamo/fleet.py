@@ -120,7 +120,9 @@ def main() -> None:
             print(*(f"{mode}: {url}" for mode, url in fleet.plain.items()), sep="\n")
             prompts = fleet.folder / "prompts.jsonl"
             chosen = [one for one in load_prompts() if one.domain in DOMAINS]  # as in coterie demo
-            prompts.write_text("".join(json.dumps({"prompt": one.prompt, "domain": one.domain}) + "\n" for one in chosen))
+            prompts.write_text(
+                "".join(json.dumps({"prompt": one.prompt, "domain": one.domain}) + "\n" for one in chosen)
+            )
             options = "--requests 144 --concurrency 18 --max-tokens 32 --blocks 6 --ignore-eos"
             print(f"Next: coterie load {fleet.plain[MODES[-1]]} {others} {steps} --prompts {prompts} {options}")
         with contextlib.suppress(KeyboardInterrupt):
