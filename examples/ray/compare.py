@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from app import EXPERT_ROUTER, make_app
+from app import EXPERT_ROUTER, make_app  # type: ignore[import-not-found]
 from ray import serve
 from scipy import stats
 
@@ -44,7 +44,8 @@ def decoders(app: str) -> EmbeddedFleet:
     processes = [ServerProcess([], one["url"], Path()) for one in told]
     events = [one["expert_events"] for one in told]
     workers = [
-        EmbeddedWorker(*both, "", "", FleetAccess()) for both in zip(processes, ["decode"] * 3, events, strict=True)
+        EmbeddedWorker(process, "decode", endpoint, "", "", FleetAccess())
+        for process, endpoint in zip(processes, events, strict=True)
     ]
     return EmbeddedFleet(workers, Path())
 

@@ -15,8 +15,8 @@ class Serving:
 
     def start(self, *names: str) -> None:
         """Start apps at once: starting them one by one takes several times as long."""
-        from app import make_app
-        from compare import APPS
+        from app import make_app  # type: ignore[import-not-found]
+        from compare import APPS  # type: ignore[import-not-found]
         from ray.serve import RunTarget, run_many
 
         from canned_replicas import Several

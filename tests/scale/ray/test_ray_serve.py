@@ -270,7 +270,7 @@ class TestTiny:
 
 @pytest.mark.long
 def test_fewer_experts_than_power_of_two_choices(serving: Serving) -> None:
-    import compare
+    import compare  # type: ignore[import-not-found]
 
     serving.start("power_of_two", TINY)
     compare.URL = serving.url
