@@ -36,7 +36,7 @@ GROUPS: tuple[tuple[tuple[str, ...], ...], ...] = (
         ("plan", "trace", "--ranks", "4"),
         ("plan", "trace", "--ranks", "4", "--slots", "36"),
         ("plan", "trace", "--ranks", "4", "--slots", "36", "--requests", "2", "--steps", "8"),
-        ("simulate", "trace", "--requests", "24", "--out", "simulated"),
+        ("simulate", "trace", "--requests", "24"),
         ("simulate", "--requests", "40"),
     ),
 )
