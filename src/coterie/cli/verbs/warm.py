@@ -61,9 +61,6 @@ def warm_command(json_output: JsonOption = False) -> None:
             verb, functions = future.result()
             compiled += functions
             report(f"Compiled {finished} of {total}: {verb}", finished, total)
-    import coterie._numba  # noqa: F401  # note_compiled writes nothing unless Numba was imported
-
-    _compiling.note_compiled(*(name for name, verb in VERBS.items() if verb.compile_s is not None))
     wall_s = time.perf_counter() - started
     verdict = (
         f"Compiled {compiled} loops in {wall_s:.0f} s; the verbs now start without compiling."
