@@ -60,7 +60,13 @@ def test_what_pays_is_written_so_that_it_can_be_used(run: Run, traffics: Path, t
 
 
 def test_what_cannot_be_advised_on_is_refused(run: Run, traffics: Path, tmp_path: Path) -> None:
-    refused(run("advise", "http://127.0.0.1:9"), "coterie record")
+    refused(run("advise", "http://127.0.0.1:9"), "does not answer")
+    refused(run("advise", "http://"), "HOST")
+    refused(run("advise", tmp_path))
+    refused(run("advise", tmp_path / "none"))
+    refused(run("advise", "127.0.0.1:9"), "http://127.0.0.1:9")
+    (tmp_path / "empty").write_text(" ")
+    refused(run("advise", traffics / "only routing", "--admin-key-file", tmp_path / "empty"), "--admin-key-file")
     (tmp_path / "mine").write_text("x")
     refused(run("advise", traffics / "only routing", "--out", tmp_path))
     fleet = tmp_path / "fleet.yaml"

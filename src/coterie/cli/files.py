@@ -118,3 +118,15 @@ def load_sizes(table: LoadTable) -> dict[str, Any]:
         "experts": table.num_experts,
         "activations": int(table.counts.sum()),
     }
+
+
+def read_bearer(path: Path | None, variable: str) -> str | None:
+    """Read a key from its file or the environment; never from the command line, which all users can see."""
+    from coterie.net.access import read_key
+
+    key = read_key(variable, path)
+    check(
+        key is None or (key and key.isascii() and key.isprintable() and " " not in key),
+        f"{path or variable} must hold one key: printable ASCII characters without spaces",
+    )
+    return key

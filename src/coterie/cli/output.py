@@ -13,6 +13,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
@@ -28,6 +29,9 @@ if TYPE_CHECKING:  # importing NumPy for --help would make it 50% slower
     from numpy.typing import NDArray
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout and nothing else there.")]
+AdminKeyFileOption = Annotated[
+    Path | None, typer.Option("--admin-key-file", help="File with the gateway's admin key. Default: COTERIE_ADMIN_KEY.")
+]
 
 WIDTH = 88
 """Largest width of a table, in characters: what a page of the documentation shows on a screen of 1280 pixels."""

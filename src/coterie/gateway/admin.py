@@ -23,7 +23,7 @@ from coterie.net.http1.responder import Responder
 
 KNOWN = (
     "/v1/chat/completions, /v1/completions, /v1/embeddings, /v1/models, /health, /metrics, /decisions, /advice, "
-    "/workers, /peers, /routers, /reload, /comparison, /switchback, /live"
+    "/requests, /workers, /peers, /routers, /reload, /comparison, /switchback, /live"
 )
 MOST_DECISIONS = 10_000
 
@@ -45,6 +45,7 @@ class Admin:
             "metrics": {"GET": lambda _, to, __: to.send(200, self.parts.metrics.render(), CONTENT_TYPE)},
             "decisions": {"GET": self._decisions},
             "advice": {"GET": self._advice},
+            "requests": {"GET": self._requests},
             "workers": {"DELETE": self._remove} if name else {"GET": self._workers, "POST": self._add},
             "routers": {"PUT": self._set_router}
             if name
@@ -104,6 +105,13 @@ class Admin:
             _send(responder, {"advice": None, "reason": _no_advice(loop)})
         else:
             _send(responder, {"advice": advice, "measured": self.parts.plan_measured()})
+
+    async def _requests(self, _: HttpRequest, responder: Responder, __: str) -> None:
+        """Send the config, and the requests that the control loop keeps, or the reason for none."""
+        loop, config = self.parts.control, self.parts.changes.over(self.parts.config)
+        kept = b"" if loop is None else await loop.kept()
+        why = "the control loop is off" if loop is None else loop.problem or "no request with its experts was seen"
+        _send(responder, {"config": config, "kept": msgspec.Raw(kept or b"null"), "reason": "" if kept else why})
 
     def _workers(self, _: HttpRequest, responder: Responder, __: str) -> None:
         workers: list[dict[str, Any]] = [

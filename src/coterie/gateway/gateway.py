@@ -4,7 +4,7 @@
     GET /health, and the page: GET /, /page/FILE, which hold no data               anyone
     GET /metrics, /decisions, /advice, /workers, /routers, /comparison, /live      administrators
     POST /workers, DELETE /workers/ID, PUT /routers/POOL, POST /reload             administrators
-    GET /switchback, /peers, PUT /comparison                                       administrators
+    GET /switchback, /peers, /requests, PUT /comparison                            administrators
 
 A caller presents an API key; administrators have keys of their own. Without a keys file the gateway listens on a
 loopback address only, and serves requests whose Host header is a loopback address only. This stops DNS rebinding: a

@@ -111,8 +111,13 @@ class Advised:
         }
 
 
-def advise(source: Source, spec: ModelSpec, settings: AdviseSettings, report: Report = lambda *_: None) -> Advised:
-    """Simulate every decision on the recording's own requests."""
+def advise(
+    source: Source, spec: ModelSpec, settings: AdviseSettings, report: Report = lambda *_: None, newest: bool = False
+) -> Advised:
+    """Simulate every decision on the recording's own requests.
+
+    `newest`: they are the newest of a live gateway, with drawn tokens and without prefixes (:mod:`.live`).
+    """
     trace = source.trace
     shape = trace.meta.num_layers, trace.meta.num_experts
     check(
@@ -120,6 +125,8 @@ def advise(source: Source, spec: ModelSpec, settings: AdviseSettings, report: Re
         f"the trace has {shape[0]} layers of {shape[1]} experts; {spec.name} has {spec.num_moe_layers} MoE layers of "
         f"{spec.num_experts}: name the model it was recorded on",
     )
+    left = spec.num_experts % settings.ranks
+    check(not left, f"num_experts={spec.num_experts} must be a multiple of ranks={settings.ranks} (remainder {left})")
     recorded = len(source.counts.requests)
     device = load_preset(settings.preset)
     model = step_model(spec, device, settings.dtype, Topology(settings.gpus), engine=settings.engine)
@@ -151,6 +158,7 @@ def advise(source: Source, spec: ModelSpec, settings: AdviseSettings, report: Re
         splits=settings.splits,
         seed=settings.seed,
         horizon=settings.horizon,
+        newest=newest,
         report=report,
     )
     decisions = list(Fleets(source, model, fleet, report).decisions())
@@ -164,11 +172,11 @@ def advise(source: Source, spec: ModelSpec, settings: AdviseSettings, report: Re
         group=replace(group, report=lambda *_: None),
         settings=settings,
         decisions=decisions,
-        notes=_notes(source, model.caveat, settings, fleet),
+        notes=_notes(source, model.caveat, settings, fleet, newest),
     )
 
 
-def _notes(source: Source, caveat: str, settings: AdviseSettings, fleet: FleetSettings) -> list[str]:
+def _notes(source: Source, caveat: str, settings: AdviseSettings, fleet: FleetSettings, newest: bool) -> list[str]:
     notes = {
         "Every gain is against what runs without that decision, all else as it is: gains do not add up.": True,
         "95% intervals are for other requests of this traffic, not other traffic or errors of predicted times.": True,
@@ -178,5 +186,8 @@ def _notes(source: Source, caveat: str, settings: AdviseSettings, fleet: FleetSe
         ),
         "The trace has one phase: the first half of a request stands for its prompt.": source.counts.halved,
         f"Decoders compute prompts, with room for {fleet.kv_tokens or 0:,} tokens of KV cache each.": fleet.prompts,
+        "Experts of single tokens are drawn from the counts that the gateway keeps of each request.": newest,
+        "A request's arrival is when it finished; its prompt is without tokens whose KV was cached.": newest,
+        "The gateway keeps no shared prefixes: routers by prefix are not compared.": newest,
     }
     return [note for note, holds in notes.items() if holds]

@@ -37,7 +37,7 @@ def write_advice(
         fitted = RouterFit(advised.fleet.decoders, advised.fleet.in_flight).fit(source.counts, np.random.default_rng(0))
         made[ROUTER] = fitted.save
     if live or "placement" in wanted:
-        ids = source.trace.meta.layer_ids
+        ids = source.trace.meta.layer_ids or advised.group.model.spec.moe_layer_ids
         placed = PlacementMap(advised.group.plan().placement, advised.model, ids)
         made[MAP] = partial(replace_map, map=placed, format="vllm")
     if chosen is not None or live:

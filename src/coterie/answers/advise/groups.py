@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -67,6 +67,8 @@ class Groups:
     splits: int = 6
     seed: int = 0
     horizon: float = 10_000.0
+    newest: bool = False
+    """Whether they are only the newest requests of a fleet, too short a time to rule out that load moves."""
     report: Report = lambda *_: None
 
     @property
@@ -83,8 +85,7 @@ class Groups:
         titles = "Placement: which rank holds which experts", "Live loop: planning again as the load moves"
         if len(self.counts) < FEWEST:
             why = f"it takes {FEWEST} requests to plan on some and time on others, and there are {len(self.counts)}"
-            yield unknown("placement", titles[0], self.where, why)
-            yield unknown("live_loop", titles[1], self.where, why)
+            yield from map(unknown, ("placement", "live_loop"), titles, repeat(self.where), repeat(why))
             return
         gains: dict[str, list[float]] = {}
         steps = 0.0
@@ -93,12 +94,6 @@ class Groups:
             self.report("Planning placements", split + 1, self.splits)
         found = {name: interval(values, overlap=1.0) for name, values in gains.items()}
         placement = self._placement(titles[0], found, steps)
-        if self.arrival_s is None:
-            yield placement
-            yield unknown(
-                "live_loop", titles[1], self.where, "the recording has no times, so that no shift shows in it"
-            )
-            return
         live = self._live_loop(titles[1], found, steps)
         if live.advice == ON:  # a plan made once is overtaken, whatever it gains by moving hot experts apart
             placement = replace(placement, advice=NOT_NOW, opening="A plan made once does not last")
@@ -213,8 +208,14 @@ class Groups:
         )
 
     def _live_loop(self, title: str, found: dict[str, Interval], steps: float) -> Lever:
+        if self.arrival_s is None:
+            return unknown("live_loop", title, self.where, "the recording has no times, so that no shift shows in it")
         arms = [Arm(policy.name, found[f"{policy.name}, once"]) for policy in (AS_IT_PAYS, *REARRANGED)]
         best = arms[0]
+        if self.newest and advice_of(best.gain) == NOT_NOW:
+            seconds = float(np.ptp(self.arrival_s))
+            why = f"the gateway keeps only the newest requests, of {seconds:,.0f} s, where no slower shift shows"
+            return unknown("live_loop", title, self.where, why)
         return Lever(
             key="live_loop",
             title=title,

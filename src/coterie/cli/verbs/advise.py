@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coterie.cli.files import read_activations
+from coterie.cli.files import read_activations, read_bearer
 from coterie.cli.output import (
+    AdminKeyFileOption,
     FromOption,
     JsonOption,
     NumExpertsOption,
@@ -20,25 +22,29 @@ from coterie.cli.output import (
     set_width,
     shell,
 )
-from coterie.errors import check, refuse
+from coterie.errors import refuse
 
 if TYPE_CHECKING:  # numba takes a second to import
     from coterie.answers.advise.advising import Advised
+    from coterie.answers.advise.live import GatewayTraffic
     from coterie.gateway.config import GatewayConfig
-
-LIVE = ("http://", "https://")
 
 
 def advise_command(
     trace: Annotated[
         str,
-        typer.Argument(metavar="TRACE", help="Recording of your traffic: an activation trace, in any known format."),
+        typer.Argument(
+            metavar="TRACE|URL",
+            help="Your traffic: a recording (an activation trace, in any known format), or the URL of a gateway, for "
+            "the newest requests that its control loop keeps.",
+        ),
     ],
     fleet: Annotated[
         Path | None,
         typer.Option(
             "--fleet",
-            help="Config file of your gateway: its decoders, their places, ranks, model and dtype are taken from it.",
+            help="Config file of your gateway: its decoders, their places, ranks, model and dtype are taken from it. "
+            "Default for a URL: the gateway's own.",
         ),
     ] = None,
     decoders: Annotated[
@@ -95,11 +101,13 @@ def advise_command(
             help="Folder for the page, the router, the placement and the config; new, empty or of earlier advice.",
         ),
     ] = None,
+    admin_key_file: AdminKeyFileOption = None,
     json_output: JsonOption = False,
 ) -> None:
     """Say what pays on your traffic: routing, batching, placement, planning again, graph sizes; and what does not."""
     from coterie.answers.advise.advising import AdviseSettings, advise
     from coterie.answers.advise.files import write_advice
+    from coterie.answers.advise.live import GatewayTraffic, read_gateway
     from coterie.answers.fleet.bench import Source
     from coterie.answers.page import check_report_folder
     from coterie.costs.presets import load_preset
@@ -108,13 +116,29 @@ def advise_command(
     from coterie.routing.calibration import calibration
     from coterie.types import check_dtype
 
-    check(
-        not trace.startswith(LIVE),
-        f"{trace} is a live server, which does not tell which experts each token used: record them with coterie record "
-        f"--engine vllm --url {trace} --duration 600 -o traffic, then ask coterie advise traffic",
+    is_url = "://" in trace
+    refuse(
+        {
+            f"{trace} is no file; the URL of a gateway begins with http:// or https://, as in http://{trace}": (
+                not is_url and ":" in trace and not Path(trace.partition("#")[0]).exists()
+            ),
+            "--from and --num-experts are for a recording; a gateway tells its own": is_url and (from_ or num_experts),
+            "--admin-key-file is for the URL of a gateway": admin_key_file is not None and not is_url,
+        }
     )
     config = None if fleet is None else read_config(fleet)
+    if dtype is not None:
+        check_dtype(dtype)
+    if out_folder is not None:
+        check_report_folder(out_folder)
+    live = None
+    if is_url:
+        with reporting("Reading requests"):
+            live = asyncio.run(read_gateway(trace, read_bearer(admin_key_file, "COTERIE_ADMIN_KEY")))
+        config = config or live.config
     known: dict[str, Any] = {} if config is None else _of_config(config)
+    named = known.pop("model", None)
+    named = model or named
     asked = {
         "decoders": decoders,
         "in_flight": in_flight,
@@ -129,21 +153,16 @@ def advise_command(
         "requests": requests,
         "seed": seed,
     }
-    named = model or known.pop("model", None)
-    if dtype is not None:
-        check_dtype(dtype)
     settings = AdviseSettings(**{**known, **{name: value for name, value in asked.items() if value is not None}})
     load_preset(settings.preset)
-    if out_folder is not None:
-        check_report_folder(out_folder)
     spec = None if named is None else model_of("", named)
-    opened = read_activations(Path(trace), from_, None if spec is None else spec.name, num_experts)
-    spec = model_of(opened.meta.model) if spec is None else spec
+    opened = live or read_activations(Path(trace), from_, None if spec is None else spec.name, num_experts)
     with reporting("Counting requests") as report:
-        source = Source(opened, calibration(opened))
-        advised = advise(source, spec, settings, report)
+        source = opened.source() if isinstance(opened, GatewayTraffic) else Source(opened, calibration(opened))
+        spec = spec or model_of(source.trace.meta.model)
+        advised = advise(source, spec, settings, report, newest=live is not None)
     result: dict[str, Any] = {"trace": trace, "device": settings.preset, **advised.to_json()}
-    result["next"] = _next(trace, advised, out_folder)
+    result["next"] = _next(trace, advised, out_folder, live)
     if out_folder is not None:
         result["written"] = [str(path) for path in write_advice(advised, source, result, out_folder, config)]
     if json_output:
@@ -176,20 +195,19 @@ def _of_config(config: GatewayConfig) -> dict[str, Any]:
     return {name: value for name, value in said.items() if value is not None}
 
 
-def _next(trace: str, advised: Advised, out_folder: Path | None) -> str:
+def _next(trace: str, advised: Advised, out_folder: Path | None, live: GatewayTraffic | None) -> str:
     """Return the next command to run."""
     from coterie.answers.advise.decisions import ON, TOO_LITTLE, TRY
     from coterie.answers.advise.files import GATEWAY
+    from coterie.answers.advise.live import record_command
 
     answers = advised.answers
     if out_folder is None and {ON, TRY} & set(answers.values()):
         return shell("coterie", "advise", trace, "--out", "advice")
     if out_folder is not None and {ON, TRY} & {answers.get("routing"), answers.get("live_loop")}:
         return shell("coterie", "serve", "--config", out_folder / GATEWAY, "--check")
-    if TOO_LITTLE in answers.values():
-        return shell(
-            "coterie", "record", "--engine", "vllm", "--url", "http://HOST:8000", "--duration", 600, "-o", "longer"
-        )
+    if live is not None or TOO_LITTLE in answers.values():
+        return record_command("http://HOST:8000" if live is None else live.worker)
     return shell("coterie", "inspect", trace)
 
 

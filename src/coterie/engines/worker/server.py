@@ -31,6 +31,7 @@ from coterie.engines.worker.fetching import Fetcher
 from coterie.engines.worker.metrics import CONTENT_TYPE
 from coterie.engines.worker.protocol import (
     AnswerBuilder,
+    Asked,
     RequestError,
     check_max_tokens,
     check_request,
@@ -291,9 +292,27 @@ class Server:
         asked = parse_body(parse_json(http.body), chat, self.engine.served_name, self.config.role)
         prompt = await self.tokenising.tokens(asked)
         max_tokens = check_max_tokens(prompt, asked.max_tokens, self.limit, self.model.vocab_size)
-        key, loop = uuid.uuid4().hex, asyncio.get_running_loop()
+        key = uuid.uuid4().hex
         name = _request_name(http, key)
-        outputs: asyncio.Queue[Output] = asyncio.Queue()
+        outputs = await self.begin(asked, prompt, max_tokens, key, name)
+        answer = AnswerBuilder(asked, name, self.engine.served_name, int(time.time()), prompt)
+        try:
+            if asked.stream:
+                await self._stream(responder, asked.include_usage, answer, outputs)
+            else:
+                await self._whole(responder, answer, outputs)
+        except BaseException:
+            self.engine.abort(key)  # also releases staged KV, whose location the client never received
+            raise
+
+    async def begin(
+        self, asked: Asked, prompt: list[int], max_tokens: int, key: str, name: str
+    ) -> asyncio.Queue[Output]:
+        """Submit a request to the engine under `key`; return the queue of its outputs, the last with a finish reason.
+
+        A caller that leaves early must call :meth:`Engine.abort`.
+        """
+        loop, outputs = asyncio.get_running_loop(), asyncio.Queue[Output]()
 
         def emit(output: Output) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: no handler waits any more
@@ -301,7 +320,6 @@ class Server:
 
         prefilled = await self.fetcher.fetch(asked.remote, prompt, asked.salt) if asked.remote else None
         sampling = dataclasses.replace(asked.sampling, max_tokens=max_tokens)
-        answer = AnswerBuilder(asked, name, self.engine.served_name, int(time.time()), prompt)
         self.engine.submit(
             WorkerRequest(
                 key=key,
@@ -316,17 +334,10 @@ class Server:
                 salt=asked.salt,
             )
         )
-        try:
-            if asked.stream:
-                await self._stream(responder, asked.include_usage, answer, outputs)
-            else:
-                await self._whole(responder, answer, outputs)
-        except BaseException:
-            self.engine.abort(key)  # also releases staged KV, whose location the client never received
-            raise
+        return outputs
 
     async def _whole(self, responder: Responder, answer: AnswerBuilder, outputs: asyncio.Queue[Output]) -> None:
-        async for output in _until_end(outputs):
+        async for output in until_end(outputs):
             answer.add(output)
         check_request(output.error is None, f"the step failed: {output.error}", status=500)
         check_request(
@@ -342,7 +353,7 @@ class Server:
     ) -> None:
         events: Headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
         responder.start(200, [*events, *_named(answer)])
-        async for output in _until_end(outputs):
+        async for output in until_end(outputs):
             answer.add(output)
             if output.finish in ("error", "abort"):
                 what = f"the step failed: {output.error}" if output.error else "this worker is shutting down"
@@ -371,7 +382,8 @@ def _named(answer: AnswerBuilder) -> Headers:
     return [(REQUEST_ID_HEADER.lower().encode(), answer.name.encode())]
 
 
-async def _until_end(outputs: asyncio.Queue[Output]) -> AsyncIterator[Output]:
+async def until_end(outputs: asyncio.Queue[Output]) -> AsyncIterator[Output]:
+    """Yield a request's outputs up to the one with its finish reason."""
     while True:
         output = await outputs.get()
         yield output

@@ -25,11 +25,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.control import AdviceSettings, ControlEvent, ControlLoop, FitJob, LoadSeen, LoopShape, PlacementAdvisor
+from coterie.control.base import RequestSeen
+from coterie.control.traffic import Traffic
 from coterie.costs.presets import step_model
 from coterie.errors import CoterieError, check_given
 from coterie.gateway.config import AdviseSection
 from coterie.gateway.control.matching import Matcher, SentRequests
-from coterie.gateway.control.messages import ControlView, FromLoop, HeatMap, SetUp, Swapped, Told, UseFit
+from coterie.gateway.control.messages import (
+    MOST_KEPT_BYTES,
+    ControlView,
+    FromLoop,
+    HeatMap,
+    KeptRequests,
+    SetUp,
+    Swapped,
+    Told,
+    UseFit,
+)
 from coterie.gateway.control.streams import ExpertStreams, message_bytes
 from coterie.gateway.fleet.spec import PoolShape, RouterSpec, maker, prices_of
 from coterie.models import get_model
@@ -244,6 +256,42 @@ class Driver:
             "reason": event.reason,
             "values": {name: _plain(value) for name, value in event.values.items()},
         }
+
+
+class RequestKeeper:
+    """Keeps the newest requests, for `coterie advise`, where no loop runs because the router uses no fit."""
+
+    def __init__(self, asked: SetUp, sent: SentRequests) -> None:
+        self._asked, self._sent = asked, sent
+        self._seen: tuple[Matcher, Traffic] | None = None
+        """None before the first request, which shows the model's shape."""
+
+    @property
+    def traffic(self) -> Traffic | None:
+        return None if self._seen is None else self._seen[1]
+
+    def take(self, worker: str, event: RequestExperts | ExpertLoad, now_s: float) -> None:
+        """Handle an event of a worker's stream; invalid ones are dropped."""
+        if isinstance(event, ExpertLoad) or self._sent.name_of(event.request_id, worker) is None:
+            return
+        if self._seen is None:
+            name, layers = self._asked.spec.model or "", len(event.layer_ids)
+            shape = LoopShape(name, layers, event.num_experts, event.top_k, self._asked.rows)
+            shape.check()
+            self._seen = Matcher(shape, self._sent), Traffic(shape, self._asked.section.settings())
+        matcher, traffic = self._seen
+        matcher.expire(now_s)
+        if isinstance(seen := matcher.take(worker, event, now_s), RequestSeen):
+            traffic.add(seen)
+
+
+def packed(traffic: Traffic, epoch_s: float) -> bytes:
+    """Return the newest kept requests as JSON."""
+    model, layers, experts, top_k, _ = traffic.shape
+    newest = list(traffic.kept)[-max(1, MOST_KEPT_BYTES // (8 * layers * experts)) :]
+    counts = b"".join(kept.prefill.tobytes() + kept.decode.tobytes() for kept in newest)
+    finished_s = [kept.at_s + epoch_s for kept in newest]
+    return msgspec.json.encode(KeptRequests(model, top_k, (len(newest), 2, layers, experts), finished_s, counts))
 
 
 class RecentLoads:

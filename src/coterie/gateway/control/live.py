@@ -29,8 +29,10 @@ from coterie.errors import CoterieError, InputError, check, check_given
 from coterie.gateway.config import ControlSection, WorkerEntry
 from coterie.gateway.control.messages import (
     HEAD_BYTES,
+    AskKept,
     ControlView,
     FromLoop,
+    KeptAnswer,
     MapSeen,
     SentNames,
     SetUp,
@@ -142,6 +144,8 @@ class Child:
         return f"{how}: {' '.join(said.split())}" if said else how
 
 
+ANSWER_S = 60.0
+"""Seconds that the process has to send kept requests: it may be compiling or planning."""
 EVENTS = 512
 """Number of decisions of the loop that are kept."""
 PAUSES_S = (0.5, 2.0, 10.0, 30.0)
@@ -214,6 +218,8 @@ class LiveControl:
         self._task: asyncio.Task[None] | None = None
         self._swaps: set[asyncio.Task[None]] = set()
         self._sent: list[tuple[str, str]] = []
+        self._asked: deque[asyncio.Future[bytes]] = deque()
+        """Answers that the process owes, in order of asking."""
 
     @property
     def view(self) -> ControlView | None:
@@ -267,6 +273,16 @@ class LiveControl:
         requests, self._sent = self._sent, []
         if self.child is not None and not self.child.is_behind:
             self.child.send(SentNames(requests))
+
+    async def kept(self) -> bytes:
+        """Return the requests that the process keeps, as in :class:`KeptAnswer`; empty if there are none."""
+        if self.child is None:
+            return b""
+        answer = asyncio.get_running_loop().create_future()
+        self._asked.append(answer)
+        self.child.send(AskKept())
+        await asyncio.wait([answer], timeout=ANSWER_S)
+        return answer.result() if answer.done() else b""
 
     def _wanted(self, spec: RouterSpec) -> SetUp:
         rows = {worker: row for row, worker in enumerate(self._pool.ids) if worker is not None}
@@ -324,13 +340,17 @@ class LiveControl:
             problem = str(error)
         finally:
             self.child = None
+            while self._asked:
+                self._asked.popleft().set_result(b"")
             how = await child.ended()
         return problem or how
 
     def _take(self, message: FromLoop) -> None:
-        if message.generation != self._generation:
+        if isinstance(message, KeptAnswer):
+            self._asked.popleft().set_result(message.kept)
+        elif message.generation != self._generation:
             return
-        if isinstance(message, Told):
+        elif isinstance(message, Told):
             self._learn(message)
         elif isinstance(message, UseFit):
             task = asyncio.create_task(self._swap(message), name=f"swap to fit {message.fit}")

@@ -6,7 +6,7 @@ those in transit when the router changed are recognised as outdated.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -18,6 +18,9 @@ from coterie.wire.expert_events import ExpertMap
 HEAD_BYTES = 4
 MOST_BYTES = 64 << 20
 """Most bytes of a message: the loads of 64 workers with 64 layers of 256 experts take 9 MB."""
+
+MOST_KEPT_BYTES = 40 << 20
+"""Most bytes of counts of kept requests that are sent, the newest: as text in JSON they take a third more."""
 
 
 class HeatMap(msgspec.Struct, frozen=True):
@@ -88,6 +91,31 @@ class SentNames(msgspec.Struct, tag=True):
     """Pairs of request name and worker id."""
 
 
+class AskKept(msgspec.Struct, tag=True):
+    """Ask for the kept requests; the process answers in order of asking."""
+
+
+class KeptRequests(msgspec.Struct, frozen=True):
+    """Finished requests that the loop keeps, oldest first, for `coterie advise`."""
+
+    model: str
+    """Model that the router was fitted for, or that its config names; empty if neither does."""
+    top_k: Annotated[int, msgspec.Meta(ge=1)]
+    shape: tuple[int, int, int, int]
+    """Sizes of the counts: requests, 2 phases (prefill, decode), layers, experts."""
+    finished_s: list[float]
+    """[request] time at which it finished, in seconds since the epoch."""
+    counts: bytes
+    """[request, phase, layer, expert] activations, as little-endian uint32."""
+
+
+class KeptAnswer(msgspec.Struct, tag=True):
+    """Answer to :class:`AskKept`."""
+
+    kept: bytes
+    """:class:`KeptRequests` as JSON, which the gateway passes on unparsed; empty if no request was seen yet."""
+
+
 class Told(msgspec.Struct, tag=True, kw_only=True):
     """Report of the loop on what happened since its last report."""
 
@@ -126,8 +154,8 @@ class Unable(msgspec.Struct, tag=True):
 
 
 T = TypeVar("T")
-ToLoop = SetUp | Swapped | SentNames
-FromLoop = Told | UseFit | MapSeen | Unable
+ToLoop = SetUp | Swapped | SentNames | AskKept
+FromLoop = Told | UseFit | MapSeen | Unable | KeptAnswer
 
 _encoder = msgspec.msgpack.Encoder()
 to_loop: msgspec.msgpack.Decoder[ToLoop] = msgspec.msgpack.Decoder(ToLoop)

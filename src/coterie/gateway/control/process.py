@@ -15,11 +15,13 @@ import sys
 import time
 
 from coterie.errors import CoterieError, InputError
-from coterie.gateway.control.driver import Driver
+from coterie.gateway.control.driver import Driver, RequestKeeper, packed
 from coterie.gateway.control.matching import SentRequests
 from coterie.gateway.control.messages import (
     HEAD_BYTES,
+    AskKept,
     FromLoop,
+    KeptAnswer,
     MapSeen,
     SentNames,
     Swapped,
@@ -46,6 +48,8 @@ class Process:
         self._streams = ExpertStreams(secret)
         self._streams.watch(gateway.fileno())
         self._driver: Driver | None = None
+        self._keeper: RequestKeeper | None = None
+        """Keeps requests while there is no driver."""
         self._sent = SentRequests()
         self._maps: dict[str, tuple[ExpertMap, Placement]] = {}
         """Worker → the newest map that it has reported."""
@@ -74,6 +78,8 @@ class Process:
                 self._tell_map(received.worker)
             elif self._driver is not None:
                 self._driver.take(received.worker, event, now_s)
+            elif self._keeper is not None:
+                self._keeper.take(received.worker, event, now_s)
         except InputError as error:
             self._streams.refuse(received.worker, error)
 
@@ -97,6 +103,10 @@ class Process:
         if isinstance(message, SentNames):
             for name, worker in message.requests:
                 self._sent.add(name, worker)
+        elif isinstance(message, AskKept):
+            keeper = self._keeper if self._driver is None else self._driver.loop
+            traffic = None if keeper is None else keeper.traffic
+            self.send(KeptAnswer(b"" if traffic is None else packed(traffic, time.time() - now_s)))
         elif isinstance(message, Swapped):
             if self._driver is not None and message.generation == self._driver.generation:
                 self._driver.answer(message, now_s)
@@ -109,7 +119,7 @@ class Process:
                 self._driver = Driver(message, self.send, now_s, self._sent)
                 self._driver.tick(time.monotonic(), self._streams)  # with a new time: compiling may have taken a minute
             except CoterieError as error:
-                self._driver = None
+                self._driver, self._keeper = None, RequestKeeper(message, self._sent)
                 self.send(Unable(message.generation, str(error)))
             workers = {entry.worker for entry in message.streams}
             self._maps = {worker: seen for worker, seen in self._maps.items() if worker in workers}

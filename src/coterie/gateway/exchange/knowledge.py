@@ -70,7 +70,7 @@ class Knowledge:
         self.says = "" if tokenizer is not None else reason
         """Warning for the operator that no tokenizer is available; empty if there is one."""
         self.tokens = TokenService(tokenizer, reason, deadline_s=config.limits.tokenise_s)
-        self.footprints = _footprints(config)
+        self.footprints = footprints_of(config)
         self._placement = None if config.placement is None else read_map(config.placement).placement
         self.maps: dict[str, ExpertMap] = {}
         """Worker id → the newest map that the worker has reported. All ranks of a group report the group's map."""
@@ -217,7 +217,7 @@ def mask_of(placement: Placement, rank: int) -> Mask:
     return np.packbits(held, axis=1, bitorder="little").view("<u8").astype(np.uint64)
 
 
-def _footprints(config: GatewayConfig) -> Footprints:
+def footprints_of(config: GatewayConfig) -> Footprints:
     """Make the predictor of footprints from the config: a fit's popularity, a token table."""
     predictor = None if config.predictor is None else open_predictor(config.predictor)
     if config.decode.fit is None:

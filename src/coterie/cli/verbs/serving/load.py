@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coterie.cli.files import check_results, figure_results
+from coterie.cli.files import check_results, figure_results, read_bearer
 from coterie.cli.output import (
+    AdminKeyFileOption,
     JsonOption,
     print_json,
     print_lines,
@@ -20,7 +21,7 @@ from coterie.cli.output import (
     set_width,
     shell,
 )
-from coterie.errors import CoterieError, check
+from coterie.errors import CoterieError
 
 if TYPE_CHECKING:
     from coterie.answers.load.measure import LoadSettings
@@ -133,10 +134,7 @@ def load_command(
     key_file: Annotated[
         Path | None, typer.Option("--key-file", help="File with the API key. Default: COTERIE_API_KEY, if set.")
     ] = None,
-    admin_key_file: Annotated[
-        Path | None,
-        typer.Option("--admin-key-file", help="File with the gateway's admin key. Default: COTERIE_ADMIN_KEY."),
-    ] = None,
+    admin_key_file: AdminKeyFileOption = None,
     worker_key_file: Annotated[
         Path | None,
         typer.Option("--worker-key-file", help="File with the key of --expert-steps. Default: COTERIE_WORKER_KEY."),
@@ -195,9 +193,9 @@ def load_command(
         seed=seed,
     )
     keys = BearerKeys(
-        _key(key_file, "COTERIE_API_KEY"),
-        _key(admin_key_file, "COTERIE_ADMIN_KEY"),
-        _key(worker_key_file, "COTERIE_WORKER_KEY"),
+        read_bearer(key_file, "COTERIE_API_KEY"),
+        read_bearer(admin_key_file, "COTERIE_ADMIN_KEY"),
+        read_bearer(worker_key_file, "COTERIE_WORKER_KEY"),
     )
     texts = load_prompts() if prompts is None else read_prompts(prompts)
     measured, ended_by = LoadMeasurement(), None
@@ -223,18 +221,6 @@ def load_command(
         raise ended_by
     if not any(row.summary.answered for row in outcome.rows):
         raise typer.Exit(1)
-
-
-def _key(path: Path | None, variable: str) -> str | None:
-    """Read a key from its file or the environment; never from the command line, which all users can see."""
-    from coterie.net.access import read_key
-
-    key = read_key(variable, path)
-    check(
-        key is None or (key and key.isascii() and key.isprintable() and " " not in key),
-        f"{path or variable} must hold one key: printable ASCII characters without spaces",
-    )
-    return key
 
 
 def _next(settings: LoadSettings, report: LoadReport) -> str:
