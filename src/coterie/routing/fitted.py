@@ -8,6 +8,9 @@ both belongs to worker w: the clusters are matched by the requests they share.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -72,23 +75,33 @@ class RouterFit:
             "weighting='gate' cannot be fitted for routing: requests carry counts, not gate weights",
         )
 
-    def fit(self, source: ActivationTrace | Calibration, rng: Generator) -> RouterFit:
-        """Learn from calibration requests."""
+    def fit(
+        self,
+        source: ActivationTrace | Calibration,
+        rng: Generator,
+        report: Callable[[str, float], None] = lambda _part, _seconds: None,
+    ) -> RouterFit:
+        """Learn from calibration requests; `report` is called with the name and the seconds of each part."""
         known = calibration(source) if isinstance(source, ActivationTrace) else source
         workers, requests = self.workers, len(known.prefill)
         needed = max(3, workers)
         check(requests >= needed, f"{requests} calibration requests have both phases; {workers} workers need {needed}")
-        before, after = known.probabilities
-        signature = Signature(self.weighting).fit(known.prefill, known.decode, rng)
-        cosine = cluster(signature.transform_all(known.prefill), workers, rng, speeds=self.speeds)
-        tokens = counted_tokens(known.prefill, known.top_k).astype(np.int64)
-        forecast = DecodeForecast().fit(before, after, tokens, rng)
-        pooled = activation_probabilities(known.prefill + known.decode, known.top_k)
-        restarts = int(np.clip(RESTART_WORK / (pooled.size * workers), 1, 10))
-        union = union_clusters(
-            pooled, workers, self.batch, rng, speeds=self.speeds, starts=(cosine.labels,), restarts=restarts
-        )
-        labels = _follow(union.labels, cosine.labels, workers, self.speeds)
+        with _timed("probabilities", report):
+            before, after = known.probabilities
+        with _timed("signature", report):
+            signature = Signature(self.weighting).fit(known.prefill, known.decode, rng)
+        with _timed("cosine clusters", report):
+            cosine = cluster(signature.transform_all(known.prefill), workers, rng, speeds=self.speeds)
+        with _timed("forecast", report):
+            tokens = counted_tokens(known.prefill, known.top_k).astype(np.int64)
+            forecast = DecodeForecast().fit(before, after, tokens, rng)
+        with _timed("union clusters", report):
+            pooled = activation_probabilities(known.prefill + known.decode, known.top_k)
+            restarts = int(np.clip(RESTART_WORK / (pooled.size * workers), 1, 10))
+            union = union_clusters(
+                pooled, workers, self.batch, rng, speeds=self.speeds, starts=(cosine.labels,), restarts=restarts
+            )
+            labels = _follow(union.labels, cosine.labels, workers, self.speeds)
         self.learned_ = Learned.of(
             model=known.model,
             num_layers=known.prefill.shape[1],
@@ -276,6 +289,14 @@ class RouterFit:
 
 
 _STORED = ("weights", "layers", "centroids", "profiles", "shares", "before", "after", "inward", "outward")
+
+
+@contextmanager
+def _timed(part: str, report: Callable[[str, float], None]) -> Iterator[None]:
+    """Report the seconds that the block takes."""
+    start = time.perf_counter()
+    yield
+    report(part, time.perf_counter() - start)
 
 
 def _follow(labels: Labels, leading: Labels, workers: int, speeds: NDArray[np.floating] | None) -> Labels:
