@@ -70,7 +70,8 @@ class GatewayPart(msgspec.Struct, frozen=True):
 def part_of(pool: Pool) -> PoolPart:
     own = pool.keeper.fleet.own()
     profiled = np.minimum(own.profiled, MOST_PROFILED)
-    means = np.clip(np.rint(-own.logs / np.maximum(1, own.profiled)[:, None]), 0, 0xFFFF).astype("<u2")
+    scale = np.float32(-1) / np.maximum(1, own.profiled)[:, None].astype(np.float32)
+    means = (np.multiply(own.logs, scale, dtype=np.float32) + np.float32(0.5)).astype("<u2")  # at most 56,588
     workers = {
         id: WorkerPart(
             running=int(own.running[at]),

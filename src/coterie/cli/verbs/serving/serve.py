@@ -103,7 +103,12 @@ def _serve_file(path: Path, check: bool, json: bool) -> None:
     if check:
         _print_check(config, path, json)
     else:
-        run_gateway(config, path, _ready(config, json))
+        front = None
+        if config.picker is not None:
+            from coterie.stacks.envoy import picker_class
+
+            front = picker_class()
+        run_gateway(config, path, _ready(config, json), front=front)
 
 
 def _serve_embedded(port: int | None, router: str | None, demo: bool, folder: Path, json: bool) -> None:
