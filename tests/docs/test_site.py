@@ -45,7 +45,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
 
 def test_guides_come_before_results() -> None:
     headings = re.findall(r"^## (.+)$", CONTENTS.read_text(), re.M)
-    assert headings == ["Start here", "Guides", "Engines", "Reference", "Results", "For contributors"]
+    assert headings == ["Start here", "Guides", "Engines", "Serving stacks", "Reference", "Results", "For contributors"]
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda path: str(path.relative_to(ROOT)))

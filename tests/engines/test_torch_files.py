@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from coterie.engines.torch_files import SGLANG_RECORDER, read_sglang_recorder
 from coterie.errors import TraceError, UnavailableError
 from coterie.testing import check_reader
-from coterie.traces import ActivationTrace, LoadTable
+from coterie.traces import LoadTable
 from coterie.traces.readers import ReadOptions
-from coterie.types import DECODE, PREFILL
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -103,118 +102,36 @@ def slots_of(rng: np.random.Generator, tokens: int, k: int = 2) -> np.ndarray:
     return slots
 
 
-def token_pass(
-    number: int, mode: int, slots: np.ndarray, positions: list[int], lengths: list[int] | None = None
-) -> dict[str, Any]:
-    ids = [1000 * number + at for at in range(len(positions))]
-    return {
-        "forward_pass_id": number,
-        "rank": 0,
-        "gatherer_key": "primary",
-        "input_ids": ids,
-        "positions": positions,
-        "extend_seq_lens": lengths,
-        "forward_mode": mode,
-        "misc_objects": [],
-        "topk_ids_of_layer": torch.from_numpy(slots.astype(np.int32)),
-    }
+def token_pass(number: int, slots: np.ndarray) -> dict[str, Any]:
+    ids = torch.from_numpy(slots.astype(np.int32))
+    return {"forward_pass_id": number, "rank": 0, "gatherer_key": "primary", "topk_ids_of_layer": ids}
 
 
-def tokens_of(trace: ActivationTrace) -> list[list[int]]:
-    return [np.asarray(trace.request(index).token_ids).tolist() for index in range(trace.num_requests)]
-
-
-def test_per_token(write: Callable[..., Any], rng: np.random.Generator) -> None:
-    """Two prompts together, then both decode; one leaves; a prompt in two chunks and a cached prefix come in."""
-    shapes: list[tuple[int, list[int], list[int] | None]] = [
-        (1, [0, 1, 2, 0, 1], [3, 2]),
-        (2, [3, 2], None),
-        (2, [4, 3], None),
-        (1, [0, 1], [2]),  # the first chunk of a prompt of three
-        (2, [4], None),  # only the second request goes on
-        (1, [2, 7, 8], [1, 2]),  # its last chunk, and a prompt behind seven cached tokens
-        (2, [5, 3, 9], None),
-        (4, [], None),
-    ]
-    records = [
-        token_pass(number, mode, slots_of(rng, len(positions)), positions, lengths)
-        for number, (mode, positions, lengths) in enumerate(shapes)
-    ]
-    trace = read(write(detail(*reversed(records))), model="m")
-    assert isinstance(trace, ActivationTrace)
-    assert tokens_of(trace) == [
-        [0, 1, 2, 1000, 2000],
-        [3, 4, 1001, 2001, 4000, 6000],
-        [3000, 3001, 5000, 6001],
-        [5001, 5002, 6002],
-    ]
-    assert trace.request(2).phase.tolist() == [PREFILL] * 3 + [DECODE]
-    assert trace.requests.prompt_tokens.tolist() == [3, 2, 3, 9]
-    assert trace.requests.output_tokens.tolist() == [3, 5, 2, 2]
-    assert trace.requests.extra["missing_tokens"] == [0, 0, 0, 7]
-    assert (trace.meta.num_experts, trace.meta.top_k, trace.meta.layer_ids) == (EXPERTS, 2, (1, 2))
-    slots = records[0]["topk_ids_of_layer"].numpy()
-    for layer in (1, 2):
-        np.testing.assert_array_equal(trace.request(0).expert_ids[:3, layer - 1], SLOT_MAP[layer][slots[layer, :3, :2]])
-
-
-def test_mixed_pass(write: Callable[..., Any], rng: np.random.Generator) -> None:
-    records = [
-        token_pass(0, 1, slots_of(rng, 3), [0, 1, 2], [3]),
-        token_pass(1, 3, slots_of(rng, 3), [0, 1, 3], [2, 1]),
-        token_pass(2, 2, slots_of(rng, 2), [4, 2]),
-    ]
-    trace = read(write(detail(*records)))
-    assert tokens_of(trace) == [[0, 1, 2, 1002, 2000], [1000, 1001, 2001]]
-    assert trace.request(0).phase.tolist() == [PREFILL] * 3 + [DECODE] * 2
-
-
-def test_recording_that_began_midway(write: Callable[..., Any], rng: np.random.Generator) -> None:
-    trace = read(
-        write(detail(token_pass(0, 2, slots_of(rng, 2), [40, 7]), token_pass(1, 2, slots_of(rng, 2), [41, 8])))
-    )
-    assert tokens_of(trace) == [[0, 1000], [1, 1001]]
-    assert trace.requests.extra["missing_tokens"] == [40, 7]
-
-
-@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5)), min_size=1, max_size=8), st.integers(0, 2**31))
-def test_a_simulated_engine_is_joined_back(
-    tmp_path_factory: pytest.TempPathFactory, shapes: list[tuple[int, int]], seed: int
-) -> None:
-    """Prompts of distinct lengths cannot be confused: the join must then be exact."""
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=5), st.integers(0, 2**31))
+def test_tokens_are_counted_by_pass(tmp_path_factory: pytest.TempPathFactory, tokens: list[int], seed: int) -> None:
     rng = np.random.default_rng(seed)
-    prompts, last = [], 0
-    for length, outputs in shapes:  # each begins past where the one before it ends: no two ever stand at one position
-        prompts.append(last + length)
-        last = prompts[-1] + outputs + 1
-    records: list[dict[str, Any]] = []
-    expected: list[list[int]] = [[] for _ in shapes]
-    running: list[list[int]] = []  # [request, position, left]
-    waiting = list(range(len(shapes)))
-    while waiting or running:
-        number = len(records)
-        if waiting and (not running or rng.random() < 0.4):
-            request = waiting.pop(0)
-            length = int(prompts[request])
-            records.append(token_pass(number, 1, slots_of(rng, length), list(range(length)), [length]))
-            expected[request] += records[-1]["input_ids"]
-            running.append([request, length, shapes[request][1]])
-        else:
-            positions = [position for _, position, _ in running]
-            records.append(token_pass(number, 2, slots_of(rng, len(running)), positions))
-            for (request, _, _), token in zip(running, records[-1]["input_ids"], strict=True):
-                expected[request].append(token)
-            running = [[request, position + 1, left - 1] for request, position, left in running if left > 0]
-    path = tmp_path_factory.mktemp("sim") / "expert_distribution_recorder_1.5_0.pt"
-    torch.save(detail(*records), path)
-    assert tokens_of(read(path)) == expected
+    slots = [slots_of(rng, count) for count in tokens]
+    path = tmp_path_factory.mktemp("tokens") / "expert_distribution_recorder_1.5_0.pt"
+    torch.save(detail(*(token_pass(number, each) for number, each in enumerate(slots))), path)
+    expected = [
+        logical(np.array([[(layer == slot).sum() for slot in range(SLOTS)] for layer in each]))[1:]
+        for each in slots
+        if each.shape[1]
+    ]
+    if not expected:
+        with pytest.raises(TraceError, match="hold no load"):
+            read(path)
+        return
+    table = read(path)
+    np.testing.assert_array_equal(table.counts, np.stack(expected))
+    assert table.labels == [str(number) for number, count in enumerate(tokens) if count]
 
 
 # --------------------------------------------------------------------------------------------------------------- damage
 
 
 def broken(**changes: Any) -> dict[str, Any]:
-    record = token_pass(0, 1, slots_of(np.random.default_rng(0), 3), [0, 1, 2], [3])
+    record = token_pass(0, slots_of(np.random.default_rng(0), 3))
     return detail({**record, **changes})
 
 
@@ -243,21 +160,11 @@ def with_slot(value: int) -> Any:
             {"records": [one_pass(0, np.ones((1, 3)))], "last_physical_to_logical_map": torch.tensor([[0, 2, 2]])},
             "last_physical_to_logical_map[0]: has no slot for expert 1",
         ),
-        (broken(forward_mode=5), "forward_mode: is 5, expected 1 (extend)"),
-        (broken(forward_mode=None), "forward_mode: is None"),
-        (broken(extend_seq_lens=[2]), "extend_seq_lens: sum to 2"),
-        (broken(extend_seq_lens=[3, 0]), "with a least of 0"),
-        (broken(extend_seq_lens=None), "extend_seq_lens: is"),
-        (broken(positions=[0, 1]), "topk_ids_of_layer: has shape (3, 3, 8)"),
-        (broken(input_ids=[1, 2]), "for 3 layers and 2 tokens"),
-        (broken(input_ids=["a", "b", "c"]), "input_ids: is"),
-        (broken(topk_ids_of_layer=with_slot(6)), "token 1, choice 0: is 6, expected a slot in 0 … 5"),
-        (broken(topk_ids_of_layer=with_slot(-1)), "token 1, choice 0: is -1"),
-        (broken(topk_ids_of_layer=torch.full((3, 3, 8), -1)), "is -1 throughout"),
-        (
-            broken(forward_mode=4, positions=[], input_ids=[], topk_ids_of_layer=torch.full((3, 0, 8), -1)),
-            "records: hold no token",
-        ),
+        (broken(topk_ids_of_layer=torch.zeros((2, 3, 8), dtype=torch.int32)), "topk_ids_of_layer: has 2 layers"),
+        (broken(topk_ids_of_layer=with_slot(6)), "slots from -1 to 6; expected 3 layers and slots in -1 … 5"),
+        (broken(topk_ids_of_layer=with_slot(-2)), "slots from -2 to 5"),
+        (broken(topk_ids_of_layer="text"), "topk_ids_of_layer: is"),
+        (broken(topk_ids_of_layer=torch.full((3, 3, 8), -1)), "counts: hold no load"),
     ],
 )
 def test_dumps_that_are_wrong(write: Callable[..., Any], dump: dict[str, Any] | list[int], problem: str) -> None:
@@ -270,7 +177,7 @@ def test_dumps_that_are_wrong(write: Callable[..., Any], dump: dict[str, Any] | 
 
 
 def test_experts_given_must_agree(write: Callable[..., Any], rng: np.random.Generator) -> None:
-    path = write(detail(token_pass(0, 1, slots_of(rng, 2), [0, 1], [2])))
+    path = write(detail(token_pass(0, slots_of(rng, 2))))
     with pytest.raises(TraceError, match="has 5 experts, --num-experts says 6"):
         read(path, num_experts=6)
 
@@ -278,12 +185,12 @@ def test_experts_given_must_agree(write: Callable[..., Any], rng: np.random.Gene
 def test_folders(write: Callable[..., Any], rng: np.random.Generator, tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="holds no expert_distribution_recorder"):
         read_sglang_recorder(tmp_path, ReadOptions())
-    for rank in range(2):
-        write(detail(token_pass(0, 1, slots_of(rng, 2), [0, 1], [2])), f"expert_distribution_recorder_1_{rank}.pt")
-    with pytest.raises(TraceError, match=r"holds 2 dumps of which expert_distribution_recorder_1_0\.pt stands alone"):
+    write(detail(token_pass(0, slots_of(rng, 2))), "expert_distribution_recorder_1_0.pt")
+    write({"logical_count": torch.ones((2, 3, 4), dtype=torch.int64)}, "expert_distribution_recorder_1.pt")
+    with pytest.raises(TraceError, match=r"holds 2 dumps of which expert_distribution_recorder_1\.pt stands alone"):
         read(tmp_path)
-    (tmp_path / "expert_distribution_recorder_1_1.pt").unlink()
-    assert read(tmp_path).num_tokens == 2
+    (tmp_path / "expert_distribution_recorder_1.pt").unlink()
+    assert read(tmp_path).counts.sum() == 2 * 2 * 2  # tokens x layers x experts a token
 
 
 class _Evil:
@@ -329,7 +236,7 @@ def test_damaged_files(tmp_path_factory: pytest.TempPathFactory, at: int, byte: 
     if problem:
         assert problem.startswith(f"{path}: ")
         return
-    assert isinstance(trace, ActivationTrace | LoadTable)
+    assert isinstance(trace, LoadTable)
 
 
 def test_without_torch(write: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

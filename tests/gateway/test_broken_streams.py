@@ -125,7 +125,7 @@ def test_a_stream_that_takes_too_long() -> None:
         async with canned_workers("a", a=opens) as (worker,), gateway(config_of([worker], limits=limits)) as found:
             answer = await streamed(found)
             await anext(answer)
-            deadlines = found.running.gateway._deadlines
+            deadlines = found.running.gateway.deadlines
             deadlines.update(dict.fromkeys(deadlines, 0.0))
             found.running.gateway.sweep()
             assert last_event(await answer.read()) == "timeout"

@@ -16,7 +16,7 @@ from books import check_keeper
 from canned_workers import Canned
 from coterie.gateway.config import GatewayConfig, WorkerEntry
 from coterie.gateway.fleet.health import HealthSettings
-from coterie.gateway.serve import RunningGateway
+from coterie.gateway.serve import MakeFront, RunningGateway
 from coterie.gateway.watching.logs import Log
 from coterie.net.access import FleetAccess
 from coterie.net.http1.upstream import Upstream
@@ -112,7 +112,7 @@ def idle(found: Run) -> None:
         assert pool.keeper.fleet.running.sum() == 0
         assert pool.keeper.fleet.context_tokens.sum() == 0
     assert parts.line.in_use == parts.line.waiting == 0
-    assert not found.running.gateway._in_flight
+    assert not found.running.gateway.in_flight
 
 
 async def settled(found: Run) -> None:
@@ -134,10 +134,14 @@ def config_of(workers: Sequence[Canned], roles: Sequence[str] | None = None, **m
 
 @asynccontextmanager
 async def gateway(
-    config: GatewayConfig, path: Path | None = None, access: FleetAccess | None = None, port: int = 0
+    config: GatewayConfig,
+    path: Path | None = None,
+    access: FleetAccess | None = None,
+    port: int = 0,
+    front: MakeFront | None = None,
 ) -> AsyncIterator[Run]:
     said = io.StringIO()
-    running = RunningGateway(config, path, Log(said, requests=config.log_requests), access)
+    running = RunningGateway(config, path, Log(said, requests=config.log_requests), access, front)
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port may be that of a gateway that ended
     listener.bind(("127.0.0.1", port))

@@ -18,7 +18,7 @@ PAGES = {
         ]
     )
 }
-GUIDES = ("Start here", "Guides", "Engines")
+GUIDES = ("Start here", "Guides", "Engines", "Serving stacks")
 """Sections of docs/README.md; reference pages and results are looked up, not followed."""
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 import base64
 import html
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from coterie.answers import figures
 from coterie.errors import TraceError, check, read_json
-from coterie.traces.store import write_json
+from coterie.traces.store import replaced, write_json
 
 MARKER = ".coterie-report.json"
 Cell = str | float | int | None
@@ -84,11 +85,16 @@ def check_report_folder(folder: Path) -> None:
 
 
 def write_report(
-    folder: Path, page: str, title: str, parts: Sequence[Part | Section], others: Sequence[str] = ()
+    folder: Path,
+    page: str,
+    title: str,
+    parts: Sequence[Part | Section],
+    others: Mapping[str, Callable[[Path], object]] = MappingProxyType({}),
 ) -> list[Path]:
     """Write the figures and the page; replace an earlier report in the folder, with its files.
 
-    `others` are files that the caller writes, and part of the report. Returns the page and the figures.
+    `others` are further files, by name, and how to write each. The page comes last and at once: where there is one, all
+    of the report is there. Returns the page, the figures and the other files.
     """
     check_report_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -103,7 +109,7 @@ def write_report(
         )
     # Write the marker first: files left by an interrupted run are then listed, and the next run can replace them.
     write_json(folder / MARKER, {"format": _MARK, "files": sorted({*before, *own})})
-    for name in set(before) - own:
+    for name in {*before, page} - (own - {page}):
         (folder / name).unlink(missing_ok=True)
     pictures = {
         s.key: {theme.name: figures.draw(s.plot, theme, s.height_in) for theme in figures.THEMES}
@@ -112,10 +118,12 @@ def write_report(
     }
     for key, of_theme in pictures.items():
         (folder / f"{key}.png").write_bytes(of_theme[figures.LIGHT.name])
-    text = render_page(title, parts, pictures)
-    (folder / page).write_text(text, encoding="utf-8", errors="backslashreplace")
+    for name, write in others.items():
+        write(folder / name)
+    with replaced(folder / page) as stream:
+        stream.write(render_page(title, parts, pictures).encode("utf-8", "backslashreplace"))
     write_json(folder / MARKER, {"format": _MARK, "files": sorted(own)})
-    return [folder / page, *(folder / name for name in names)]
+    return [folder / name for name in (page, *names, *others)]
 
 
 def _written_before(folder: Path) -> list[str]:

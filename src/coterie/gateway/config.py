@@ -247,6 +247,51 @@ class LimitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         )
 
 
+class PodSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Workers that are the pods of a Kubernetes namespace."""
+
+    selector: str
+    """Labels of the pods, as an InferencePool selects them: ``app=vllm,model=qwen``."""
+    port: int = 8000
+    namespace: str | None = None
+    """Namespace of the pods; None for the gateway's own."""
+    role_label: str = "llm-d.ai/role"
+    """Label whose value, `prefill` or `decode`, is a pod's role; any other is `both`."""
+    places: int = 16
+    """Requests that each worker runs at once."""
+    kv_events_port: int | None = None
+    """Port of the workers' KV events; None if they publish none."""
+    api: str | None = None
+    """URL of the API server; None for that of the cluster the gateway runs in."""
+    every_s: float = 2.0
+    """Time between two looks."""
+
+    def __post_init__(self) -> None:
+        check_at_least(1, port=self.port, places=self.places, kv_events_port=self.kv_events_port)
+        check_positive(every_s=self.every_s)
+
+
+class PickerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Settings of the endpoint picker for Envoy: the Gateway API inference extension, llm-d."""
+
+    listen: str = "127.0.0.1:9002"
+    """Address and port of the gRPC server; port 0 for any free port."""
+    mode: Literal["profiles", "pick", "prefill"] = "pick"
+    """`profiles`: llm-d's Coordinator asks for a prefill worker, then for a decode worker, whose request carries the
+    footprint. `pick`: choose by the predicted footprint. `prefill`: prefill, then choose by the footprint."""
+    endpoints: int = 3
+    """Most workers named to Envoy: if it cannot reach the first, it goes to the next."""
+    certificate: str | None = None
+    """File of the server's TLS certificate (PEM), with `key`; None for plain text."""
+    key: str | None = None
+    """File of the certificate's private key (PEM)."""
+
+    def __post_init__(self) -> None:
+        check_at_least(1, endpoints=self.endpoints)
+        check((self.certificate is None) == (self.key is None), "picker: certificate and key must be given together")
+        address_of(self.listen)
+
+
 class PeerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Other gateways in front of the same workers."""
 
@@ -283,6 +328,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Placement file that lists the experts held by each worker with a `placement_rank`, until it reports its map."""
     predictor: str | None = None
     """Token table (`coterie tokens`) that predicts footprints of requests without a footprint from a prefill."""
+    pods: PodSection | None = None
+    """Further workers, which are pods; None for none."""
+    picker: PickerSection | None = None
+    """Endpoint picker that Envoy asks; None for none."""
     keys: str | None = None
     """File of API keys; see ``coterie serve --new-key``. Required unless `listen` is a loopback address."""
     separate_caches: bool = True
@@ -311,16 +360,25 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for worker in self.workers:
             check_role(self.handshake, worker)
         self.address  # noqa: B018  the property raises if `listen` is malformed
+        check(
+            self.picker is None or self.picker.mode == "pick" or self.handshake == "vllm",
+            "picker: modes profiles and prefill need handshake: vllm",
+        )
 
     @property
     def address(self) -> tuple[str, int]:
         """Host and port of `listen`."""
-        host, colon, port = self.listen.rpartition(":")
-        check(
-            colon and port.isascii() and port.isdigit() and int(port) <= 65535,
-            f"listen={self.listen!r} must be HOST:PORT, with a port in 0 … 65535",
-        )
-        return host.strip("[]") or "127.0.0.1", int(port)
+        return address_of(self.listen)
+
+
+def address_of(listen: str) -> tuple[str, int]:
+    """Return host and port of an address to listen on. Raises ConfigError if it is malformed."""
+    host, colon, port = listen.rpartition(":")
+    check(
+        colon and port.isascii() and port.isdigit() and int(port) <= 65535,
+        f"listen={listen!r} must be HOST:PORT, with a port in 0 … 65535",
+    )
+    return host.strip("[]") or "127.0.0.1", int(port)
 
 
 def check_distinct_ids(workers: Sequence[WorkerEntry]) -> None:

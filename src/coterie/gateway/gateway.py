@@ -77,9 +77,12 @@ class Gateway:
         self.rates = Rates()
         self.live = Live(parts)
         self._admin = Admin(parts, reload, self.live)
-        self._in_flight: set[str] = set()
-        self._deadlines: dict[asyncio.Task[None], float] = {}
-        self._late: set[asyncio.Task[None]] = set()
+        self.in_flight: set[str] = set()
+        """Names of the running requests, as workers get them."""
+        self.deadlines: dict[asyncio.Task[None], float] = {}
+        """Task of a running request → time at which :meth:`sweep` cancels it."""
+        self.late: set[asyncio.Task[None]] = set()
+        """Tasks that :meth:`sweep` has cancelled."""
         self.configure(parts.config, keys)
 
     def configure(self, config: GatewayConfig, keys: Keys | None) -> None:
@@ -180,7 +183,7 @@ class Gateway:
         outcome, placed, waited_s = FAILED, False, 0.0
         task = asyncio.current_task()
         assert task is not None
-        self._deadlines[task] = started + limits.total_s
+        self.deadlines[task] = started + limits.total_s
         try:
             if not parts.line.take_at_once():
                 waited_s = await parts.line.take(limits.queue_s)
@@ -198,7 +201,7 @@ class Gateway:
             error.headers = [*error.headers, (REQUEST_ID, call.id.encode())]
             raise
         except asyncio.CancelledError:
-            if task not in self._late:
+            if task not in self.late:
                 outcome = Outcome(CLIENT_GONE)
                 raise
             task.uncancel()
@@ -208,17 +211,17 @@ class Gateway:
         finally:
             if placed:
                 parts.line.give_back()
-            del self._deadlines[task]
-            self._late.discard(task)
-            self._in_flight.discard(call.name)
+            del self.deadlines[task]
+            self.late.discard(task)
+            self.in_flight.discard(call.name)
             self.watcher.ended(call, outcome, time.monotonic() - started, waited_s if placed else None)
 
     def sweep(self) -> None:
         """Cancel the requests past their deadline. One timer serves all: a timer per request would cost too much."""
         self.watcher.catch_up()
         now = time.monotonic()
-        for task in [task for task, until in self._deadlines.items() if now >= until]:
-            self._late.add(task)
+        for task in [task for task, until in self.deadlines.items() if now >= until]:
+            self.late.add(task)
             task.cancel()
 
     def _call(self, request: HttpRequest) -> Call:
@@ -240,7 +243,7 @@ class Gateway:
                 request.path,
                 request.body,
                 request_id=request_id,
-                name=new_name() if request_id in self._in_flight else None,
+                name=new_name() if request_id in self.in_flight else None,
                 headers=passed,
                 caller=caller.name,
                 domain=domain,
@@ -250,7 +253,7 @@ class Gateway:
         except HttpError as error:
             self.watcher.metrics.requests.inc(request.path, outcome_of(error.status))
             raise
-        self._in_flight.add(call.name)
+        self.in_flight.add(call.name)
         return call
 
     async def _models(self, responder: Responder) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -22,6 +23,7 @@ from coterie.gateway.exchange.pool import DECODE, PREFILL
 from coterie.gateway.fleet.keeper import FleetKeeper
 from coterie.gateway.gateway import Gateway, check_access
 from coterie.gateway.parts import GatewayParts
+from coterie.gateway.pods import PodWatch
 from coterie.gateway.saved import SavedState, load_state, lock_state, set_aside
 from coterie.gateway.watching.logs import Log
 from coterie.gateway.watching.metrics import Counter, Gauge, Read
@@ -29,12 +31,37 @@ from coterie.net.access import Address, FleetAccess
 from coterie.net.http1.server import HttpServer, most_connections
 from coterie.net.processes import bind
 
-FIXED = ("listen", "handshake", "tokenizer", "block_size", "placement", "predictor", "state", "decisions", "peers")
+FIXED = (
+    "listen",
+    "handshake",
+    "tokenizer",
+    "block_size",
+    "placement",
+    "predictor",
+    "state",
+    "decisions",
+    "peers",
+    "picker",
+    "pods",
+)
 """Settings that a reload cannot change."""
 SPARE_FILES = 256
 """Open files allowed besides connections: logs, event streams, files of libraries."""
 SWEEP_S = 0.5
 """Seconds between two sweeps for requests past their deadline."""
+
+
+class Front(Protocol):
+    """A second server of a gateway's process, which sends requests to the same workers."""
+
+    async def start(self) -> None:
+        """Serve: the workers are watched, and loops are compiled."""
+
+    async def close(self, drain_s: float) -> None:
+        """Refuse new requests, wait at most `drain_s` for running ones and end the others."""
+
+
+MakeFront = Callable[["RunningGateway"], Front]
 Ready = Callable[["RunningGateway", Callable[[], None]], None]
 """Callback, called once with the gateway that serves and a function that stops it and may run in any thread."""
 
@@ -51,13 +78,18 @@ def check_config(config: GatewayConfig) -> None:
 
 
 def run_gateway(
-    config: GatewayConfig, path: Path | None, ready: Ready, log: Log | None = None, access: FleetAccess | None = None
+    config: GatewayConfig,
+    path: Path | None,
+    ready: Ready,
+    log: Log | None = None,
+    access: FleetAccess | None = None,
+    front: MakeFront | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT. `path` is the config file, which a reload reads again."""
     listener = bind(*config.address)
     _allow_files(most_connections(config.limits.connections) + config.limits.in_flight)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(serve(config, path, listener, ready, log, access))
+        runner.run(serve(config, path, listener, ready, log, access, front))
 
 
 def _allow_files(connections: int) -> None:
@@ -84,8 +116,9 @@ async def serve(
     ready: Ready,
     log: Log | None = None,
     access: FleetAccess | None = None,
+    front: MakeFront | None = None,
 ) -> None:
-    running = RunningGateway(config, path, log, access)
+    running = RunningGateway(config, path, log, access, front)
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, running.stop, stop)
@@ -123,13 +156,19 @@ def _saved(config: GatewayConfig) -> tuple[SavedState, str | None]:
 
 
 class RunningGateway:
-    """A gateway with its HTTP server."""
+    """A gateway with its HTTP server, and with a second server if it has one."""
 
     def __init__(
-        self, config: GatewayConfig, path: Path | None = None, log: Log | None = None, access: FleetAccess | None = None
+        self,
+        config: GatewayConfig,
+        path: Path | None = None,
+        log: Log | None = None,
+        access: FleetAccess | None = None,
+        front: MakeFront | None = None,
     ) -> None:
         self.path = path
         keys = check_access(config)
+        self._pods = None if config.pods is None else PodWatch(config.pods)
         self._lock = None if config.state is None else lock_state(config.state)
         try:
             changes, self._problem = _saved(config)
@@ -141,6 +180,8 @@ class RunningGateway:
         self.server = HttpServer(
             self.gateway.handle, self.gateway.http_limits, self.gateway.check_head, on_error=self.parts.log.failed
         )
+        self.front = None if front is None else front(self)
+        self._following: asyncio.Task[None] | None = None
         self.url = ""
         self._drain_s = config.drain_s
         self._sweeper: asyncio.TimerHandle | None = None
@@ -150,9 +191,13 @@ class RunningGateway:
     async def start(self, listener: socket.socket) -> None:
         self.url = f"http://{Address(*listener.getsockname()[:2])}"
         await self.parts.start()
+        if self._pods is not None:
+            self._following = asyncio.create_task(self._pods.run(self.parts), name="pods")
         await asyncio.to_thread(self.parts.knowledge.warm_up)
         self._gauges()
         await self.server.start(listener)
+        if self.front is not None:
+            await self.front.start()
         self._sweep(asyncio.get_running_loop())
         pools = {name: pool.spec.router for name, pool in self.parts.pools.items()}
         self.parts.log.started(self.url, version("coterie"), pools, len(self.parts.entries()))
@@ -176,10 +221,15 @@ class RunningGateway:
         started = time.monotonic()
         self.gateway.draining = True
         self.gateway.live.close()
-        for task in self._reloads:
+        tasks = [*self._reloads, *([] if self._following is None else [self._following])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._reloads, return_exceptions=True)
-        cut = await self.server.close(self._drain_s if drain_s is None else drain_s)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._pods is not None:
+            await self._pods.upstream.close()
+        drain_s = self._drain_s if drain_s is None else drain_s
+        ending = () if self.front is None else (self.front.close(drain_s),)
+        cut, *_ = await asyncio.gather(self.server.close(drain_s), *ending)
         if self._sweeper is not None:
             self._sweeper.cancel()
         await self.parts.close()

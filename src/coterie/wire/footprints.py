@@ -137,6 +137,26 @@ def footprint_of(params: Mapping[str, Any] | None) -> WireFootprint | None:
     return None if text is None else decode_footprint(text)
 
 
+class ReadFootprint(NamedTuple):
+    footprint: WireFootprint | None
+    """None if there is none, or if it was refused."""
+    problem: str | None = None
+    """Why it was refused; None if it was not."""
+
+
+def read_footprint(
+    params: Mapping[str, Any] | None, shape: tuple[int, ...] | None = None, top_k: int | None = None
+) -> ReadFootprint:
+    """Read and check the footprint in an answer's ``kv_transfer_params``; see :func:`check_possible`."""
+    try:
+        footprint = footprint_of(params)
+        if footprint is not None:
+            check_possible(footprint, shape, top_k)
+    except InputError as error:
+        return ReadFootprint(None, str(error))
+    return ReadFootprint(footprint)
+
+
 def without_footprint(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``kv_transfer_params`` without the footprint, for the decode worker."""
     return {key: value for key, value in params.items() if key != KEY}

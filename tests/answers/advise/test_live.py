@@ -140,7 +140,7 @@ def test_a_gateway_that_keeps_nothing_says_what_to_set(fleet: EmbeddedFleet) -> 
         assert "loop is off" in off
         assert "enabled: true" in off
         assert "coterie record" in off
-        assert "enabled: true" not in await refusal(fleet.config(decode=decode_router(None)))
+        assert "enabled: true" not in await refusal(fleet.config(decode=decode_router(None), control=ControlSection()))
         silent = GatewayConfig(workers=[], listen="127.0.0.1:0")
         assert "coterie record" in await refusal(silent)
 
@@ -153,7 +153,7 @@ def test_only_administrators_may_ask(fleet: EmbeddedFleet, tmp_path: Path) -> No
     keys.write_text("\n".join(entry.as_yaml() for _, entry in made.values()))
 
     async def test() -> None:
-        config = msgspec.structs.replace(fleet.config(), keys=str(keys))
+        config = msgspec.structs.replace(fleet.config(control=ControlSection(enabled=False)), keys=str(keys))
         async with gateway(config, access=fleet.access) as running:
             for key in (None, made["user"][0]):
                 with pytest.raises(UnavailableError, match="COTERIE_ADMIN_KEY"):

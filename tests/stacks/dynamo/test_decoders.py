@@ -16,7 +16,7 @@ from coterie.gateway.embedded import tiny_fit_path
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.gateway.watching.metrics import Metrics
 from coterie.stacks.dynamo import __main__ as command
-from coterie.stacks.dynamo.decoders import PARAMS, REST_S, Decoders
+from coterie.stacks.dynamo.decoders import MOST_ERRORS, PARAMS, REST_S, Decoders
 from coterie.wire.footprints import KEY, WireFootprint, attach_footprint
 
 FIT = GatewayConfig(decode=RouterSpec("latency_aware", fit=str(tiny_fit_path()), model="gpt-oss-20b"))
@@ -110,6 +110,18 @@ def test_an_instance_that_left_the_list_may_return_at_once() -> None:
     decoders.listed({"2": 16})
     decoders.listed({"1": 16, "2": 16})
     assert set(decoders.keeper.members) == {"1", "2"}
+
+
+def test_an_instance_that_answers_with_errors_alone_rests() -> None:
+    decoders, _ = made(GatewayConfig(), "1", "2")
+    for _ in range(5):
+        decoders.failed("1")
+        decoders.failed("1")
+        decoders.answered("1")
+    assert set(decoders.keeper.members) == {"1", "2"}
+    for _ in range(MOST_ERRORS):
+        decoders.failed("1")
+    assert set(decoders.keeper.members) == {"2"}
 
 
 def test_without_any_other_instance_the_lost_ones_are_tried() -> None:

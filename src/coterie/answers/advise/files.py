@@ -46,10 +46,7 @@ def write_advice(
     made[NUMBERS] = partial(write_json, value=result)
     title = f"Coterie: advice for {advised.model}"
     parts = _page(advised, Path(result["trace"]).name, list(made))
-    written = write_report(folder, PAGE, title, parts, others=list(made))
-    for name, write in made.items():
-        write(folder / name)
-    return [*written, *(folder / name for name in made)]
+    return write_report(folder, PAGE, title, parts, made)
 
 
 def _gateway(advised: Advised, routing: Lever | None, live: bool, config: GatewayConfig | None, folder: Path) -> str:

@@ -2,8 +2,7 @@
 
     mode       required server option                   records
     routed     --enable-return-routed-experts           the prompts that this recorder sends: every token's experts
-    recorder   --expert-distribution-recorder-mode M    all requests that the server runs meanwhile: with per_token
-                                                        every token's experts, else a load table
+    recorder   --expert-distribution-recorder-mode M    a load table of all requests that the server runs meanwhile
 
 Without a mode, the first one that the server supports is used; without prompts, only `recorder` is possible. The
 recorder writes its dump on the *server's* machine, so that folder must be reachable from this machine.
@@ -11,8 +10,7 @@ recorder writes its dump on the *server's* machine, so that folder must be reach
 The server's settings are checked first: in some SGLang versions, starting a recorder that was not configured raises
 inside the scheduler and stops serving for all clients.
 
-Every rank writes its own dump of the recorder. Counts of ranks are summed. Ranks that attend to the same requests
-record the same tokens, so that only one rank of each attention group is read.
+With per_pass and per_token every rank writes its own dump of the recorder. Counts of ranks are summed.
 """
 
 from __future__ import annotations
@@ -20,10 +18,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import ExitStack, aclosing, suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -32,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.engines.recording import FLUSH_S, Sending, check_listening
-from coterie.engines.torch_files import read_rank_dumps, read_sglang_recorder
+from coterie.engines.torch_files import read_rank_dumps
 from coterie.errors import ConfigError, InputError, UnavailableError, UnknownNameError, check
 from coterie.models import get_model, model_from_config
 from coterie.net.http_client import Client, HttpResult, Tally, completion_body, completion_path, server_url
@@ -46,7 +43,6 @@ from coterie.traces import (
     TraceMeta,
     check_new_folder,
 )
-from coterie.traces.activations import concat_requests
 from coterie.traces.readers.base import ReadOptions
 from coterie.types import DECODE, PREFILL, ModelSpec
 from coterie.wire.routed_experts import NotReturnedError, RoutedAnswer, parse_sglang_answer
@@ -61,7 +57,7 @@ class SGLangRecording(NamedTuple):
     """A finished recording."""
 
     trace: ActivationTrace | LoadTable
-    """Activations, or a load table from the recorder's coarser modes."""
+    """Activations, or the load table of the server's recorder."""
     tally: Tally
     """Outcomes of the requests that were sent."""
 
@@ -127,7 +123,7 @@ def _choose(url: str, info: Mapping[str, Any], prompts: bool) -> Mode:
     if info.get("expert_distribution_recorder_mode"):
         return "recorder"
     wanted = "--enable-return-routed-experts or " if prompts else ""
-    raise ConfigError(f"{url} records nothing: start it with {wanted}--expert-distribution-recorder-mode per_token")
+    raise ConfigError(f"{url} records nothing: start it with {wanted}--expert-distribution-recorder-mode stat")
 
 
 def _spec(info: Mapping[str, Any], model: str | None) -> ModelSpec:
@@ -263,7 +259,7 @@ async def _recorder(
 ) -> SGLangRecording:
     check(
         info.get("expert_distribution_recorder_mode"),
-        f"{client.url} has no recorder: start it with --expert-distribution-recorder-mode per_token",
+        f"{client.url} has no recorder: start it with --expert-distribution-recorder-mode stat",
     )
     folder = dump_dir or Path(os.environ.get(DUMP_DIR) or tempfile.gettempdir())
     check(folder.is_dir(), f"dump_dir={str(folder)!r} is no folder here; give the one the server has in {DUMP_DIR}")
@@ -283,7 +279,7 @@ async def _recorder(
         UnavailableError,
     )
     name = model or str(info.get("model_path") or "unknown")
-    trace = read_dumps(files, ReadOptions(model=name.rstrip("/").rsplit("/", 1)[-1]), ranks_sharing_tokens(info))
+    trace = read_rank_dumps(folder, files, ReadOptions(model=name.rstrip("/").rsplit("/", 1)[-1]))
     trace.save(out)
     return SGLangRecording(trace, tally)
 
@@ -350,32 +346,3 @@ async def new_dumps(folder: Path, before: Mapping[Path, int]) -> list[Path]:
             break
         await asyncio.sleep(0.1)
     return sorted(seen)
-
-
-def ranks_sharing_tokens(info: Mapping[str, Any]) -> int:
-    """Return how many consecutive ranks attend to the same tokens with data-parallel attention; 0 means all ranks."""
-    ranks, groups = info.get("tp_size"), info.get("dp_size")
-    if not info.get("enable_dp_attention") or not isinstance(ranks, int) or not isinstance(groups, int) or groups < 1:
-        return 0
-    return max(1, ranks // groups)
-
-
-def read_dumps(files: Sequence[Path], options: ReadOptions, shared_by: int) -> ActivationTrace | LoadTable:
-    """Read the new files of one dump; `shared_by` is :func:`ranks_sharing_tokens`."""
-    ranks = {path: int(rank[1]) for path in files if (rank := re.search(r"_(\d{1,6})\.pt$", path.name))}
-    if len(files) == 1 or len(ranks) < len(files):
-        return read_sglang_recorder(files[-1], options)
-    first = read_sglang_recorder(min(files, key=ranks.__getitem__), options)
-    if isinstance(first, LoadTable):
-        return read_rank_dumps(files[0].parent, sorted(files), options)
-    if not shared_by:
-        return first
-    chosen = sorted((path for path in files if ranks[path] % shared_by == 0), key=ranks.__getitem__)
-    return _joined([read_sglang_recorder(path, options) for path in chosen])
-
-
-def _joined(traces: Sequence[ActivationTrace | LoadTable]) -> ActivationTrace:
-    """Concatenate the traces of several ranks, rank by rank."""
-    held = [trace for trace in traces if isinstance(trace, ActivationTrace)]
-    segments = [segment for trace in held for segment in trace.segments]
-    return ActivationTrace(held[0].meta, segments, concat_requests([trace.requests for trace in held]))

@@ -207,14 +207,15 @@ def make_call(
     domain: str | None = None,
     span: Span = NO_SPAN,
     salt: str | None = None,
+    trusted: bool = False,
 ) -> Call:
-    """Check a body and remove the fields that only the gateway may set.
+    """Check a body and remove the fields that only the gateway may set, unless its sender is `trusted` with them.
 
     `request_id` is the client's id; `name`, if given, is sent to workers instead. `headers` are sent to the worker.
     `salt` keeps this caller's cached prefixes apart.
     """
     fields = read_fields(data)
-    if _owned_of(fields) != _NONE_OWNED or fields.vllm_xargs is not UNSET:
+    if not trusted and (_owned_of(fields) != _NONE_OWNED or fields.vllm_xargs is not UNSET):
         data = encode_object(without_owned(parse_object(data)))
         fields = read_fields(data)
     stream = fields.stream or False

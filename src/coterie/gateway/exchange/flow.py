@@ -8,8 +8,9 @@ import math
 import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -23,7 +24,7 @@ from coterie.gateway.exchange.relay import WHY, Relayed, Usage, pass_stream, pas
 from coterie.gateway.fleet.health import HealthSettings, is_failure
 from coterie.gateway.watching.spans import NO_SPAN
 from coterie.net.http1 import Answer, Headers, HttpError, Responder, UpstreamError, is_event_stream
-from coterie.wire.footprints import WireFootprint
+from coterie.wire.footprints import WireFootprint, read_footprint
 from coterie.wire.handoff import REQUEST_ID_HEADER
 
 BUSY = 429
@@ -152,6 +153,16 @@ class Flow(ABC):
             raise HttpError(503, str(error), code="no_worker", headers=RETRY_AFTER) from None
         self.observer.decided(pool, call, wanted, sent.choice, time.perf_counter() - started, source)
         return sent
+
+    def received(self, params: Mapping[str, Any], cached_tokens: int | None = None) -> WireFootprint | None:
+        """Return the footprint in a prefill's `kv_transfer_params`; None if it has none or a damaged one, and count it.
+
+        `cached_tokens` of the prompt were in the prefill worker's cache; None if not reported.
+        """
+        known = self.knowledge.footprints
+        footprint, problem = read_footprint(params, known.shape, known.top_k)
+        self.observer.handed_over(footprint, problem, cached_tokens)
+        return footprint
 
     async def deliver(
         self,

@@ -139,14 +139,14 @@ class Knowledge:
 
     # ------------------------------------------------------------------------------------------------------- requests
 
-    async def describe(self, call: Call) -> KnownPrompt:
+    async def describe(self, call: Call, ids: NDArray[np.int64] | None = None) -> KnownPrompt:
         """Return the signals in a request's body; token ids only if given, or if they are made in time.
 
         A worker is asked for them only where a directory of cached blocks or a fitted predictor needs them.
         """
-        salt, ids, question = call.salt, None, None
+        salt, question = call.salt, None
         ask = self.footprints.predictor is not None or any(streams.workers for streams in self.streams.values())
-        if ask or self.tokens.tokenizer is not None or call.listed:
+        if ids is None and (ask or self.tokens.tokenizer is not None or call.listed):
             ids, _, question = await self.tokens.ids(call.path, call.body, ask)
         if ids is not None and not any(self._guessed.values()):
             return KnownPrompt(ids, len(ids), salt)

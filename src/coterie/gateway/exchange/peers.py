@@ -28,8 +28,9 @@ from coterie.routing.fleet import MOST_CONTEXT, WorkerLoads
 
 PATH = "/peers"
 KEY_VARIABLE = "COTERIE_ADMIN_KEY"
-ABSENT = 10
-"""Intervals without a usable answer after which a peer's requests no longer count."""
+ABSENT = 30
+"""Intervals without a usable answer after which a peer's requests no longer count: a busy machine may halt a process
+for a second."""
 MOST_BYTES = 8 << 20
 """Most bytes of a peer's answer: 64 workers of a model with 58 layers of 256 experts take 1.9 MB."""
 MOST_PROFILED = 1 << 12
@@ -70,7 +71,8 @@ class GatewayPart(msgspec.Struct, frozen=True):
 def part_of(pool: Pool) -> PoolPart:
     own = pool.keeper.fleet.own()
     profiled = np.minimum(own.profiled, MOST_PROFILED)
-    means = np.clip(np.rint(-own.logs / np.maximum(1, own.profiled)[:, None]), 0, 0xFFFF).astype("<u2")
+    scale = np.float32(-1) / np.maximum(1, own.profiled)[:, None].astype(np.float32)
+    means = (np.multiply(own.logs, scale, dtype=np.float32) + np.float32(0.5)).astype("<u2")  # at most 56,588
     workers = {
         id: WorkerPart(
             running=int(own.running[at]),

@@ -1,9 +1,9 @@
 """vLLM's prefill/decode pair, one after the other: the decode worker is chosen by the prefill's footprint.
 
 The prefill worker keeps the prompt's KV until a decode worker has fetched it. So after its answer the KV must be
-fetched by a decode worker or dropped by :meth:`_let_go`, even if the client has left. KV is offered to a second decode
-worker only if the first was never reached: the first may have fetched the blocks, and the prefill worker may have
-reused them for another request.
+fetched by a decode worker or dropped by :meth:`~VllmPairFlow.let_go`, even if the client has left. KV is offered to a
+second decode worker only if the first was never reached: the first may have fetched the blocks, and the prefill worker
+may have reused them for another request.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from urllib.parse import quote
 import msgspec
 from msgspec.structs import replace
 
-from coterie.errors import InputError
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.exchange.call import Call, Outcome, encode_object
 from coterie.gateway.exchange.flow import NO_USAGE, REQUEST_ID, Flow, may_retry, outcome
 from coterie.gateway.exchange.knowledge import NOTHING, Knowledge, KnownPrompt
 from coterie.gateway.exchange.observing import Watcher
 from coterie.gateway.exchange.pool import Member, Pool
-from coterie.gateway.exchange.relay import Usage, pass_whole
-from coterie.net.http1 import HttpError, Responder, UpstreamError
+from coterie.gateway.exchange.relay import Usage, head_of
+from coterie.net.http1 import Headers, HttpError, Responder, UpstreamError
+from coterie.routing.base import Decision
 from coterie.routing.fleet import shown
-from coterie.wire.footprints import KEY, WireFootprint, check_possible, footprint_of, without_footprint
+from coterie.wire.footprints import KEY, WireFootprint, without_footprint
 from coterie.wire.handoff import GRANT, decode_body, prefill_body
 
 DROP_S = 10.0
@@ -113,6 +113,24 @@ class Handoff(NamedTuple):
     ids: bytes = b""
     """Token ids of the prompt as JSON; empty if the answer has none."""
 
+    def body(self, call: Call, decoder: Member, with_kv: bool) -> bytes:
+        """Return the request's body for a decode worker, which fetches the prompt's KV if `with_kv`."""
+        params = (self.params if with_kv else {}) | (self.carried if decoder.entry.footprints else {})
+        return encode_object(decode_body(call.body, params)) if params else call.raw
+
+
+class Refusal(NamedTuple):
+    """A prefill worker's answer that the request itself is at fault."""
+
+    status: int
+    body: bytes
+    headers: Headers
+    worker_id: str
+    decision: Decision
+
+    def outcome(self, prefill_s: float) -> Outcome:
+        return Outcome(self.status, prefill=self.worker_id, decision=self.decision, prefill_s=prefill_s)
+
 
 class VllmPairFlow(Flow):
     def __init__(
@@ -124,33 +142,24 @@ class VllmPairFlow(Flow):
         self._drops: set[asyncio.Task[None]] = set()
 
     async def serve(self, call: Call, sink: Responder, known: KnownPrompt) -> Outcome:
-        check_generation(call.body, self.decode.context_tokens, 1 if known.ids is None else known.tokens)
         started = time.monotonic()
-        handoff = await self._prefilled(call, sink, known)
+        handoff = await self.prefilled(call, known)
         prefill_s = time.monotonic() - started
-        if isinstance(handoff, Outcome):
-            handoff.prefill_s = prefill_s
-            return handoff
+        if isinstance(handoff, Refusal):
+            sink.send(handoff.status, handoff.body, b"", handoff.headers)
+            return handoff.outcome(prefill_s)
         if handoff is None:  # no prefill worker answered: the decode worker computes the prompt
             delivered = await self.deliver(self.decode, call, known, sink)
             result = outcome(delivered, call, known, started)
             result.prefill_s = prefill_s
             return result
-        if handoff.tokens:
-            known = replace(known, tokens=handoff.tokens)
-        if handoff.ids:
-            known = self.knowledge.told(known, handoff.ids, handoff.member.entry.id)
-        if handoff.footprint is not None:
-            self.knowledge.footprints.learn(known.ids, handoff.footprint)
+        known = self.learned(handoff, known)
         offered = taken = False
 
         def body(member: Member, seen: bool) -> bytes:
             nonlocal taken
             taken = bool(handoff.params) and not seen
-            params = handoff.params if taken else {}
-            if member.entry.footprints:
-                params = params | handoff.carried
-            return encode_object(decode_body(call.body, params)) if params else call.raw
+            return handoff.body(call, member, taken)
 
         def written() -> None:
             nonlocal offered
@@ -159,11 +168,11 @@ class VllmPairFlow(Flow):
         try:
             delivered = await self.deliver(self.decode, call, known, sink, body, handoff.footprint, written)
         except BaseException:  # the client left, or no decode worker answered
-            self._let_go(handoff, call, offered)
+            self.let_go(handoff, call, offered)
             raise
         refused = 400 <= delivered.status < 500 and not may_retry(delivered.status)  # before the KV is fetched
         if not taken or delivered.status >= 400:
-            self._let_go(handoff, call, offered and not refused)
+            self.let_go(handoff, call, offered and not refused)
         result = outcome(delivered, call, known, started)
         result.prefill, result.footprint, result.prefill_s = handoff.member.entry.id, handoff.footprint, prefill_s
         return result
@@ -177,8 +186,13 @@ class VllmPairFlow(Flow):
 
     # ------------------------------------------------------------------------------------------------------- prefill
 
-    async def _prefilled(self, call: Call, sink: Responder, known: KnownPrompt) -> Handoff | Outcome | None:
-        """Prefill the prompt. Return the handoff, the outcome of a refusal passed on, or None if none answered."""
+    async def prefilled(self, call: Call, known: KnownPrompt) -> Handoff | Refusal | None:
+        """Prefill the prompt. Return the handoff, a refusal to be passed on, or None if no worker answered.
+
+        Raises HttpError for a request that every decode worker would refuse. After a handoff, its KV must be fetched or
+        let go.
+        """
+        check_generation(call.body, self.decode.context_tokens, 1 if known.ids is None else known.tokens)
         asked = encode_object(prefill_body(call.body, ids=known.question is not None))
         tried: set[str] = set()
         while not tried.issuperset(self.prefill.members) and len(tried) <= self.health.retries:
@@ -189,13 +203,11 @@ class VllmPairFlow(Flow):
             try:
                 answer = await self.ask(sent, call, asked, self.limits.prefill_s)
                 status = answer.status
-                if 400 <= status < 500 and not may_retry(status):  # the request itself is at fault
-                    await pass_whole(
-                        answer, sink, (REQUEST_ID, call.id.encode()), self.limits.answer_bytes, lambda _: None
-                    )
-                    ok = True
-                    return Outcome(status, None, sent.member.entry.id, decision=sent.choice.decision)
                 data = await answer.read(self.limits.answer_bytes)
+                if 400 <= status < 500 and not may_retry(status):  # the request itself is at fault
+                    ok = True
+                    headers = head_of(answer, (REQUEST_ID, call.id.encode()))
+                    return Refusal(status, data, headers, sent.member.entry.id, sent.choice.decision)
                 if status == 200:
                     handoff = self._read(sent.member, data)
                     ok = True
@@ -213,22 +225,24 @@ class VllmPairFlow(Flow):
         self.observer.not_handed_over()
         return None
 
+    def learned(self, handoff: Handoff, known: KnownPrompt) -> KnownPrompt:
+        """Return the signals with what a prefill's answer says, and learn its footprint."""
+        if handoff.tokens:
+            known = replace(known, tokens=handoff.tokens)
+        if handoff.ids:
+            known = self.knowledge.told(known, handoff.ids, handoff.member.entry.id)
+        if handoff.footprint is not None:
+            self.knowledge.footprints.learn(known.ids, handoff.footprint)
+        return known
+
     def _read(self, member: Member, data: bytes) -> Handoff:
         """Read a prefill's answer. Raises UpstreamError if it is no completion; a damaged footprint is only counted."""
         try:
             answer = msgspec.json.decode(data, type=_Prefilled)
         except (msgspec.DecodeError, RecursionError, ValueError) as error:
             raise UpstreamError("protocol", f"the prefill worker's answer cannot be read: {error}", True) from None
-        params = answer.kv_transfer_params or {}
-        footprint, problem = None, None
-        try:
-            footprint = footprint_of(params)
-            if footprint is not None:
-                check_possible(footprint, self.knowledge.footprints.shape, self.knowledge.footprints.top_k)
-        except InputError as error:
-            footprint, problem = None, str(error)
-        usage = answer.usage or NO_USAGE
-        self.observer.handed_over(footprint, problem, usage.cached_tokens)
+        params, usage = answer.kv_transfer_params or {}, answer.usage or NO_USAGE
+        footprint = self.received(params, usage.cached_tokens)
         carried = {} if footprint is None else {KEY: params[KEY]}
         cached, given = (
             usage.cached_tokens,
@@ -239,7 +253,7 @@ class VllmPairFlow(Flow):
 
     # ---------------------------------------------------------------------------------------------------- staged KV
 
-    def _let_go(self, handoff: Handoff, call: Call, offered: bool) -> None:
+    def let_go(self, handoff: Handoff, call: Call, offered: bool) -> None:
         """Have the prompt's KV dropped by the prefill worker, in the background.
 
         A reference worker drops KV on a DELETE request, fetched or not. Other engines keep it until a decode worker has

@@ -80,6 +80,15 @@ class Card(msgspec.Struct):
     context_length: int | None = None
 
 
+def read_card(text: str) -> Card | None:
+    """Read a model card; None if it lacks what the component needs."""
+    try:
+        return msgspec.json.decode(text, type=Card)
+    except msgspec.MsgspecError as error:
+        LOG.warning("the model card of a decode worker is not used: %s", error)
+        return None
+
+
 class Component:
     """Forwards requests to decode workers. Construct it in a running event loop; `start` waits for a worker."""
 
@@ -89,7 +98,7 @@ class Component:
         self.decoders = Decoders(config, self.metrics)
         self._numbers = itertools.count()
         self._listed: list[int] | None = None
-        self._cards: dict[str, Card] = {}
+        self._cards: dict[str, Card | None] = {}
 
     async def start(self) -> Endpoint:
         """Wait for a decode worker, and register with the frontend as it has registered; return the endpoint."""
@@ -98,10 +107,9 @@ class Component:
         self.client: Client = await decoders.client()
         self._subscriber = FpmEventSubscriber(decoders)  # the binding that reads model cards
         self._subscriber.start_tracking()
-        while not self._cards:
-            self.refresh()
+        while (card := next(filter(None, self._cards.values()), None)) is None:
             await asyncio.sleep(LISTED_S)
-        card = next(iter(self._cards.values()))
+            self.refresh()
         self._prefixes = KvRouter(decoders, card.kv_cache_block_size, KvRouterConfig(**PREFIXES))
         endpoint = self.runtime.endpoint(self.settings.endpoint)
         self._loop = asyncio.get_running_loop()
@@ -132,13 +140,11 @@ class Component:
 
     def refresh(self) -> None:
         """Take Dynamo's list of instances, and their model cards."""
-        cards = self._subscriber.get_model_cards()
-        for name in cards.keys() - self._cards.keys():
-            self._cards[name] = msgspec.json.decode(cards[name], type=Card)
+        texts, known = self._subscriber.get_model_cards(), self._cards
+        self._cards = {name: known[name] if name in known else read_card(text) for name, text in texts.items()}
+        places = {name: card.runtime_config.max_num_seqs for name, card in self._cards.items() if card is not None}
         self._listed = self.client.instance_ids()
-        names = [str(number) for number in self._listed]
-        places = {name: self._cards[name].runtime_config.max_num_seqs for name in names if name in self._cards}
-        self.decoders.listed({name: places.get(name) or PLACES for name in names})
+        self.decoders.listed({name: places.get(name) or PLACES for name in map(str, self._listed)})
 
     async def _watch(self) -> None:
         while True:
@@ -198,15 +204,16 @@ class Component:
                 decoders.lost(name, "connect")
                 self.metrics.retries.inc("decode")
                 tried.add(name)
-        computed = False
         try:
             async for chunk in answer:
-                if not computed:
-                    computed = True
-                    decoders.keeper.computed(key)
+                decoders.keeper.computed(key)
                 yield chunk
+            decoders.answered(name)
         except Exception as error:
+            if context.is_stopped() or str(error).startswith(REFUSED):
+                raise
             if not str(error).startswith(GONE):
+                decoders.failed(name)
                 raise
             decoders.lost(name, "incomplete")
             raise Disconnected(f"decode worker {name}: {error}") from None

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import InputError
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.exchange.knowledge import footprints_of
 from coterie.gateway.exchange.pool import DECODE
 from coterie.gateway.fleet.keeper import Choice, FleetKeeper, WorkerRow
 from coterie.gateway.watching.metrics import Metrics
 from coterie.routing import Request
-from coterie.wire.footprints import WireFootprint, check_possible, footprint_of, without_footprint
+from coterie.wire.footprints import read_footprint, without_footprint
 
 REST_S = 10.0
 """Seconds that an instance which could not be reached gets no requests. Dynamo still lists a dead one for about 8 s."""
+MOST_ERRORS = 3
 PLACES = 16
 """Requests that an instance runs at once, if its model card does not say."""
 PARAMS = "kv_transfer_params"
@@ -47,6 +48,8 @@ class Decoders:
         self._clock = clock
         self._resting: dict[str, float] = {}
         """Instance that could not be reached → time until which it gets no requests."""
+        self._errors: Counter[str] = Counter()
+        """Instance → errors since its last answer."""
         self._gauges()
 
     def _gauges(self) -> None:
@@ -75,8 +78,21 @@ class Decoders:
             if known is None or known.places != most:
                 self.keeper.join(name, most)
 
+    def failed(self, name: str) -> None:
+        """Count an error of an instance; the last of :data:`MOST_ERRORS` in a row removes it.
+
+        Otherwise one that fails at once would look idle, and get all requests.
+        """
+        self._errors[name] += 1
+        if self._errors[name] == MOST_ERRORS:
+            self.lost(name, "status_5xx")
+
+    def answered(self, name: str) -> None:
+        self._errors.pop(name, None)
+
     def lost(self, name: str, kind: str) -> None:
         """Remove an instance at once that could not be reached, or whose answer broke off."""
+        self._errors.pop(name, None)
         self.metrics.worker_failures.inc(name, kind)
         self._resting[name] = self._clock() + REST_S
         if name in self.keeper.members:
@@ -93,30 +109,21 @@ class Decoders:
         ids, result = request["token_ids"], request.get("prefill_result") or {}
         handed = result.get("disaggregated_params") or {}
         params = handed.get(PARAMS) or {}
-        footprint, source = self._footprint(params)
-        tokens = np.asarray(ids, np.int64)
-        counts: NDArray[Any] | None = None
+        tokens, source = np.asarray(ids, np.int64), "answer"
+        footprint, problem = read_footprint(params, self.footprints.shape, self.footprints.top_k)
+        counts: NDArray[Any] | None
         if footprint is not None:
             counts = footprint.counts
             self.footprints.learn(tokens, footprint)
         else:
-            counts, predicted = self.footprints.footprint(tokens, len(ids))
-            source = source or predicted
+            counts, source = self.footprints.footprint(tokens, len(ids))
+        if problem is not None:
+            source = "damaged"
         self.metrics.footprints.inc(source)
         kept, passed = without_footprint(params), dict(request)
         if len(kept) < len(params):
             passed["prefill_result"] = {**result, "disaggregated_params": {**handed, PARAMS: kept}}
         return Known(passed, ids, counts, bool(kept))
-
-    def _footprint(self, params: Mapping[str, Any]) -> tuple[WireFootprint | None, str]:
-        """Return the footprint in ``kv_transfer_params`` and its source; an empty source if there is none."""
-        try:
-            footprint = footprint_of(params)
-            if footprint is not None:
-                check_possible(footprint, self.footprints.shape, self.footprints.top_k)
-        except InputError:
-            return None, "damaged"
-        return footprint, "" if footprint is None else "answer"
 
     def choose(self, key: str, known: Known, cached: Mapping[str, int] | None, tried: Collection[str] = ()) -> Choice:
         """Choose an instance and admit the request to it. Raises UnavailableError if there is none.
