@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -22,14 +21,12 @@ MIRROR = "http://deb.debian.org/debian"
 pytestmark = pytest.mark.scale
 
 
-@pytest.mark.skipif(find_spec("kubernetes_validate") is None, reason="needs kubernetes-validate")
 def test_the_manifest_is_one_that_kubernetes_takes() -> None:
-    from kubernetes_validate import ValidationError, validate
-
+    kubernetes = pytest.importorskip("kubernetes_validate")
     for item in yaml.safe_load_all((ROOT / "examples" / "kubernetes" / "gateway.yaml").read_text()):
-        validate(item, KUBERNETES, strict=True)
-        with pytest.raises(ValidationError):
-            validate({**item, "metdata": {}}, KUBERNETES, strict=True)
+        kubernetes.validate(item, KUBERNETES, strict=True)
+        with pytest.raises(kubernetes.ValidationError):
+            kubernetes.validate({**item, "metdata": {}}, KUBERNETES, strict=True)
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of Debian's package prometheus")
