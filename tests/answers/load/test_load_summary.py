@@ -194,6 +194,8 @@ def test_hit_rates_are_compared_in_points() -> None:
 def test_experts_are_compared_in_steps_of_equal_size() -> None:
     log = np.array([[0.0, rows, distinct, 0.0] for rows, distinct in ((1, 4.0), (1, 4.0), (4, 10.0), (8, 16.0))])
     even = StepTotals.of([log])
+    assert even.experts_per_step == pytest.approx(34 / 4)
+    assert even.rows_per_step == pytest.approx(14 / 4)
     assert even.experts_by_token == pytest.approx((4 + 4 + 40 + 128) / 14)
     # Other sizes of steps, the same experts in each: nothing is saved.
     uneven = StepTotals.of([log[[0, 0, 0, 2]], log[3:]])

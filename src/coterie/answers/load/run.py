@@ -11,9 +11,9 @@ Their intervals come from leaving out each block once (delete-a-group jackknife 
 are correlated, while blocks are treated as independent. Each contender's prompts begin with its own marker, so that it
 does not hit prefixes cached by another contender.
 
-Distinct experts per decode step can be read from the step logs of reference workers (:class:`StepTotals`). A step with
-few requests uses few experts whatever the requests, so runs are compared at equal rows: at the step sizes that occur in
-both, weighted by the tokens of the first.
+Distinct experts per decode step are read from the step logs of reference workers. A step with few requests uses few
+experts whatever the requests, and routers differ in how evenly they spread requests. Experts are therefore also
+compared at equal rows: at the step sizes that occur in both runs, weighted by the tokens of the first run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import json
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -71,6 +71,15 @@ class StepTotals(NamedTuple):
     def plus(self, other: StepTotals) -> StepTotals:
         size = max(len(self.steps), len(other.steps))
         return StepTotals(*(_padded(a, size) + _padded(b, size) for a, b in zip(self, other, strict=True)))
+
+    @property
+    def rows_per_step(self) -> float:
+        return float(self._rows @ self.steps / max(float(self.steps.sum()), 1.0))
+
+    @property
+    def experts_per_step(self) -> float:
+        """Distinct experts of a layer in a decode step, mean over layers and steps."""
+        return float(self.distinct.sum() / max(float(self.steps.sum()), 1.0))
 
     @property
     def experts_by_token(self) -> float:
@@ -191,6 +200,8 @@ class Contender:
     """Called before each block of this contender, to swap the router; None if there is nothing to swap."""
     runs: list[LoadRun] = field(default_factory=list)
     """[block] its run."""
+    steps: list[StepTotals] = field(default_factory=list)
+    """[block] totals of the workers' decode steps; empty if step logs are not read."""
 
 
 class Change(NamedTuple):
@@ -200,7 +211,7 @@ class Change(NamedTuple):
     """
 
     statistic: str
-    """Name of the statistic, such as ttft_p50 or hit_rate."""
+    """Name of the statistic, such as ttft_p50, experts or hit_rate."""
     pct: Interval
 
     @property
@@ -224,8 +235,12 @@ async def compare(
     blocks: int,
     rng: np.random.Generator,
     report: Report = lambda *_: None,
+    workers: Sequence[Client] = (),
 ) -> None:
-    """Serve every block under every contender; each run is stored in its contender when it starts."""
+    """Serve every block under every contender; each run is stored in its contender when it starts.
+
+    `workers` are reference workers whose step logs are read before and after each block.
+    """
     total, done = len(requests) * len(contenders), 0
     order = rng.permutation(len(contenders)).tolist()
     for number, (start, end) in enumerate(blocks_of(len(requests), blocks)):
@@ -242,10 +257,14 @@ async def compare(
                 done += 1
                 report(f"Serving under {name}" if len(contenders) > 1 else "Serving", done, total)
 
+            before = [(await read_steps(worker)).total for worker in workers]
             run = LoadRun()
             contender.runs.append(run)
             part = _part(pace, start, end, len(contenders) * blocks)
             await run.drive(requests[start:end], part, contender.send, noted)
+            if workers:
+                logs = [(await read_steps(one, after)).rows for one, after in zip(workers, before, strict=True)]
+                contender.steps.append(StepTotals.of(logs))
 
 
 def _part(pace: Pace, start: int, end: int, parts: int) -> Pace:
@@ -257,17 +276,18 @@ def _part(pace: Pace, start: int, end: int, parts: int) -> Pace:
 
 
 def changes(first: Contender, other: Contender, skip: int = 0) -> list[Change]:
-    """Return the changes of TTFT, TPOT, E2E and hit rate; leave out statistics without values.
+    """Return the changes of TTFT, TPOT, E2E, hit rate and experts per step; leave out statistics without values.
 
     Only requests that both contenders answered count: a contender that fails slow requests must not look fast.
     """
     pairs = [_pairs(a.outcomes, b.outcomes, skip) for a, b in zip(first.runs, other.runs, strict=False)]
+    steps = list(zip(first.steps, other.steps, strict=False))
     found: dict[str, Interval | None] = {}
     for metric, attribute in METRICS.items():
         if metric != "gap":
             values = [_values(one, attribute) for one in pairs]
             found |= {f"{metric}_{name}": jackknife(values, partial(_log_ratio, name)) for name in CHANGES}
-    found["hit_rate"] = jackknife(pairs, _hit_points)
+    found |= {"hit_rate": jackknife(pairs, _hit_points), "experts": jackknife(steps, _experts) if steps else None}
     return [
         Change(name, change if name == "hit_rate" else _percent(change))
         for name, change in found.items()
@@ -312,6 +332,11 @@ def _hit_points(blocks: Sequence[Sequence[tuple[RequestOutcome, RequestOutcome]]
         for at in (0, 1)
     )
     return 100 * (other - first)
+
+
+def _experts(blocks: Sequence[tuple[StepTotals, StepTotals]]) -> float | None:
+    ratio = experts_ratio(*(reduce(StepTotals.plus, totals) for totals in zip(*blocks, strict=True)))
+    return None if ratio is None else math.log(ratio)
 
 
 def jackknife(blocks: Sequence[Any], statistic: Callable[[Sequence[Any]], float | None]) -> Interval | None:
