@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,6 @@ class Canned:
     def __init__(self) -> None:
         self.replica = serve.get_replica_context().replica_id.unique_id
         self.seen: list[tuple[str, str, bool]] = []
-        self.opened = asyncio.Event()
 
     async def answer(
         self, path: str, body: dict[str, Any] | None, name: str, tried: Sequence[str] = ()
@@ -48,8 +48,8 @@ class Canned:
             return
         if do == "raise":
             raise RuntimeError("on purpose")
-        if do == "wait":
-            await self.opened.wait()
+        while do == "wait" and not Path(str((body or {}).get("gate"))).exists():
+            await asyncio.sleep(0.05)  # not opened by a call: those wait for a place too
         yield 200, "text/event-stream", self.replica
         if do == "die":
             os._exit(1)
@@ -63,10 +63,6 @@ class Canned:
     def take_seen(self) -> list[tuple[str, str, bool]]:
         seen, self.seen = self.seen, []
         return seen
-
-    def open(self) -> None:
-        self.opened.set()
-        self.opened = asyncio.Event()
 
 
 class Several:

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -143,13 +144,14 @@ class TestCanned:
         assert b'"worker_failed"' in data.split(b"\n\n")[1]
         asyncio.run(idle(canned))
 
-    def test_more_requests_than_places_wait(self, canned: str, serving: Serving) -> None:
+    def test_more_requests_than_places_wait(self, canned: str, tmp_path: Path) -> None:
         """Of 20 requests 12 wait for a place: Serve asks the router again and again, and each is counted once."""
 
         async def run() -> list[int]:
-            waiting = [asyncio.create_task(ask(canned, "wait ok", stream=True)) for _ in range(20)]
+            gate = tmp_path / "open"
+            waiting = [asyncio.create_task(ask(canned, "wait ok", stream=True, gate=str(gate))) for _ in range(20)]
             await full(canned)
-            await asyncio.to_thread(serving.broadcast, "canned", "open")
+            gate.touch()
             return [status for status, _ in await asyncio.gather(*waiting)]
 
         assert asyncio.run(run()) == [200] * 20
