@@ -13,13 +13,11 @@ from typing import Any, TypeVar
 
 from coterie import _compiling, _interrupts
 
-_compiling.before_numba_import()
+_compiling.use_cache_of_tree()
 
 import numba  # noqa: E402
 import numpy as np  # noqa: E402
 from numba.extending import register_jitable  # noqa: E402
-
-from coterie._helpers import without_machine_code  # noqa: E402
 
 _interrupts.on_numba_import()
 _compiling.on_numba_import()
@@ -46,12 +44,7 @@ def helper(*, fastmath: bool = False, division_raises: bool = True) -> Callable[
     callers pass. A call from Python runs the function uncompiled.
     """
     register: Callable[[F], F] = register_jitable(**_options(fastmath, division_raises))
-
-    def decorate(function: F) -> F:
-        without_machine_code(function)
-        return register(function)
-
-    return decorate
+    return register
 
 
 def _options(fastmath: bool, division_raises: bool) -> dict[str, Any]:

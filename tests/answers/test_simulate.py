@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 from dataclasses import replace
@@ -16,7 +15,7 @@ from coterie.answers.batches.drawn import DRAWN
 from coterie.answers.batches.options import SimulateOptions
 from coterie.answers.batches.requests import arrive, recorded, synthetic
 from coterie.answers.batches.servers import SpreadServer, StepServer, make_strategy
-from coterie.answers.batches.what_if import MAX_BYTES, simulate, write
+from coterie.answers.batches.what_if import MAX_BYTES, simulate
 from coterie.batching import LatencyAware, strategies
 from coterie.batching.base import SpreadCost
 from coterie.batching.scheduler import SchedulerConfig
@@ -204,19 +203,6 @@ def test_progress_reaches_its_end() -> None:
     dones = [done for _, done, _ in seen]
     assert dones == sorted(dones)
     assert seen[-1][1] == seen[-1][2] == 3 * 40
-
-
-def test_what_is_written_gives_the_table_again(tmp_path: Path, saved: Path) -> None:
-    found = simulate(SimulateOptions(trace=saved, requests=60), quiet)
-    write(tmp_path / "new" / "out", found)
-    assert json.loads((tmp_path / "new" / "out" / "simulate.json").read_text()) == found.to_json()
-    with (tmp_path / "new" / "out" / "requests.csv").open() as stream:
-        rows = list(csv.DictReader(stream))
-    for row in found.rows:
-        mine = [one for one in rows if one["strategy"] == row["strategy"]]
-        latency = [1e3 * (float(one["finish_s"]) - float(one["arrival_s"])) for one in mine]
-        assert np.percentile(latency, 99) == pytest.approx(row["p99_ms"])
-        assert max(int(one["skipped"]) for one in mine) == row["worst_skips"]
 
 
 # ------------------------------------------------------------------------------------------------- bad input

@@ -171,7 +171,7 @@ VERBS_THAT_READ: dict[str, Callable[[Path, Path], tuple[object, ...]]] = {
     "inspect": lambda path, out: ("inspect", path, "--out", out),
     "like": lambda path, out: ("generate", out, "--like", path, "--requests", "2"),
     "evaluate": lambda path, out: ("evaluate", "all-to-all", "--trace", path, "--out", out),
-    "simulate": lambda path, out: ("simulate", path, "--requests", "2", "--out", out),
+    "simulate": lambda path, _: ("simulate", path, "--requests", "2"),
 }
 
 

@@ -86,30 +86,3 @@ def test_fit_replaces_an_older_router(trace: Path, tmp_path: Path) -> None:
     older = target.read_bytes()
     run("fit", trace, "--workers", 3, "-o", target)
     assert target.read_bytes() != older
-
-
-def simulate(trace: Path, out: Path, *more: object) -> None:
-    run("simulate", trace, "--requests", 12, "--arrivals", "bursty", "--rate", 50, "--out", out, *more)
-
-
-@pytest.mark.parametrize("name", ["simulate.json", "requests.csv"])
-def test_simulate_replaces_its_own_results_only(trace: Path, tmp_path: Path, name: str) -> None:
-    simulate(trace, tmp_path)
-    simulate(trace, tmp_path, "--seed", 1)
-    assert sorted(contents(tmp_path)) == ["requests.csv", "simulate.json"], "no part of a file is left"
-    (tmp_path / name).write_text("strategy,of,mine\n")
-    found = contents(tmp_path)
-    with pytest.raises(ConfigError, match="exists and is not a result of coterie simulate"):
-        simulate(trace, tmp_path)
-    assert contents(tmp_path) == found
-
-
-def test_simulate_refuses_the_folder_of_its_input(trace: Path, tmp_path: Path) -> None:
-    found = contents(trace)
-    with pytest.raises(ConfigError, match="is an input or lies in one"):
-        simulate(trace, trace)
-    config = tmp_path / "simulate.json"
-    config.write_text("{}")
-    with pytest.raises(ConfigError, match="is an input or lies in one"):
-        simulate(trace, tmp_path, "--config", config)
-    assert (contents(trace), config.read_text()) == (found, "{}")

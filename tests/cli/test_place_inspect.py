@@ -26,7 +26,6 @@ def test_inspecting_a_map(run: Run, load: Path, tmp_path: Path) -> None:
     assert (ran.code, ran.err) == (0, "")
     for said in (
         "24 layers of 32 experts, 40 slots on 4 ranks on 2 nodes",
-        "Most slots",
         "Balancedness (mean ÷ busiest rank, 1 is even), mean of layers",
         "duplicates on a rank: 144: memory",
         "24 of 24 layers are placed like",
@@ -37,7 +36,7 @@ def test_inspecting_a_map(run: Run, load: Path, tmp_path: Path) -> None:
     placement = Placement(rows, 4, 32)
     assert found["replicas"] == [24 * 29, 0, 24 * 2, 0, 24]
     assert found["rank_load"] == placement.rank_load(counts()[1]).tolist()
-    assert (found["duplicates"], found["most"][0]["expert"], found["most"][0]["replicas"]) == (144, 0, 5)
+    assert found["duplicates"] == 144
     plain = run("place", "inspect", tmp_path / "m")
     assert "Balance" not in plain.out
     refused(run("place", "inspect", tmp_path / "m", "--nodes", 3), "num_ranks=4 must be a multiple of nodes=3")

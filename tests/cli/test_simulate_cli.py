@@ -71,8 +71,8 @@ def test_tables_and_notes_fit(trace: Path) -> None:
         assert text in " ".join(output.split())
 
 
-def test_json_is_one_object_with_rows_and_settings(config: Path, tmp_path: Path) -> None:
-    output = run("--config", config, "--requests", 40, "--rate", 90, "--json", "--out", tmp_path / "new" / "out")
+def test_json_is_one_object_with_rows_and_settings(config: Path) -> None:
+    output = run("--config", config, "--requests", 40, "--rate", 90, "--json")
     found = json.loads(output, parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
     assert list(found) == ["settings", "rows", "notes", "verdict", "next"]
     assert [row["strategy"] for row in found["rows"]] == ["fcfs", "best_fit"]
@@ -94,14 +94,6 @@ def test_json_is_one_object_with_rows_and_settings(config: Path, tmp_path: Path)
     settings = found["settings"]
     assert (settings["experts"], settings["top_k"], settings["rate"]) == (16, 2, 90)
     assert (settings["scheduler"]["max_batch_size"], settings["scheduler"]["strategy"]) == (4, ["best_fit"])
-    assert json.loads((tmp_path / "new" / "out" / "simulate.json").read_text()) == found
-    assert len((tmp_path / "new" / "out" / "requests.csv").read_text().splitlines()) == 1 + 2 * 40
-
-
-def test_names_in_brackets_are_names(trace: Path, tmp_path: Path) -> None:
-    output = run(trace, "--requests", 12, "--arrivals", "bursty", "--rate", 50, "--out", tmp_path / "[red]o")
-    assert "[red]o" in output.replace("\n", "")
-    assert (tmp_path / "[red]o" / "simulate.json").is_file()
 
 
 def test_every_predictor_can_be_chosen_and_an_unknown_name_lists_them(
@@ -166,7 +158,6 @@ def test_bad_input_exits_with_2_and_one_line(
         (["--with-model", tmp_path], "config.json"),
         (["--with-model", tmp_path / "none"], "none"),
         (["--from", "npz"], "--from=npz is the format of TRACE, which is not given"),
-        (["--out", config], "is a file"),
     ):
         monkeypatch.setattr(sys, "argv", ["coterie", "simulate", *map(str, arguments), "--requests", "9"])
         with pytest.raises(SystemExit) as stopped:
@@ -179,10 +170,10 @@ def test_bad_input_exits_with_2_and_one_line(
         assert said in printed.err, arguments
 
 
-def test_interrupt_ends_with_130_and_prints_no_result(tmp_path: Path) -> None:
+def test_interrupt_ends_with_130_and_prints_no_result() -> None:
     """Stopped while it simulates, which its progress bar on a terminal shows."""
     screen, terminal = pty.openpty()
-    command = [*MAIN, "simulate", "--requests", "30000", "--json", "--out", str(tmp_path / "out")]
+    command = [*MAIN, "simulate", "--requests", "30000", "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=terminal, env={**os.environ, "TERM": "xterm"})
     os.close(terminal)
     try:
@@ -207,4 +198,3 @@ def test_interrupt_ends_with_130_and_prints_no_result(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert out == b""
     assert b"Traceback" not in seen
-    assert not (tmp_path / "out").exists()

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from coterie.engines.tiny import TINY
 from coterie.errors import ConfigError
 from coterie.footprints.positions import PositionShape
-from coterie.footprints.sizing import EPOCH_BYTES, H200_BYTES, MAX_COUNT, position_bytes, store_size
+from coterie.footprints.sizing import EPOCH_BYTES, position_bytes
 from coterie.models import get_model, models
 from coterie.types import ModelSpec
+from store_size import H200_BYTES, MAX_COUNT, store_size
 
 DOCS = Path(__file__).parents[2] / "docs" / "engines" / "position-store.md"
 

@@ -76,7 +76,7 @@ def config_of(workers: Sequence[str], pickers: Sequence[int], fails_open: bool =
             # A dead picker must be known before a request is sent to it: what it was sent, Envoy cannot send elsewhere.
             "health_checks": [
                 {
-                    "timeout": "2s",
+                    "timeout": "30s",
                     "interval": "0.1s",
                     "no_traffic_interval": "0.1s",
                     "unhealthy_threshold": 1,

@@ -48,8 +48,6 @@ class ScoredFit(NamedTuple):
     """Reason for the weighting, in words."""
     distinct: list[dict[str, Any]]
     """Expected distinct experts per step, one row per clustering."""
-    seconds: dict[str, float]
-    """Seconds per part of the fit."""
 
 
 class RhoScore(NamedTuple):
@@ -84,16 +82,10 @@ def fit_and_score(
     order = rng.permutation(len(known.prefill))
     test = np.sort(order[: int(TEST_SHARE * len(order))])
     fit = np.sort(order[len(test) :])
-    seconds: dict[str, float] = {}
-
-    def note(part: str, took: float) -> None:
-        seconds[part] = took
-        report(part, len(seconds), 5)
-
     report("Scoring signatures", 0, 1)
     scores = score_signatures(known) if len(known.prefill) >= FEWEST else []
     used, why = (weighting, "as asked") if weighting is not None else choose_weighting(scores, known.take(fit))
-    fitted = RouterFit(workers, batch, used, speeds).fit(known.take(fit), rng, note)
+    fitted = RouterFit(workers, batch, used, speeds).fit(known.take(fit), rng)
     report("Scoring other requests", 0, 1)
     return ScoredFit(
         fitted=fitted,
@@ -104,7 +96,6 @@ def fit_and_score(
         weighting=used,
         chosen=why,
         distinct=score_clusters(fitted, known.take(test), speeds, rng),
-        seconds=seconds,
     )
 
 

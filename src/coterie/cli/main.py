@@ -19,7 +19,7 @@ from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 from coterie import __version__
-from coterie._compiling import announce, note_compiled
+from coterie._compiling import announce
 from coterie._interrupts import INTERRUPTED, WORDS, exit_code, handle_interrupts, interrupted_by
 from coterie.cli.output import err
 from coterie.cli.verbs import VERBS, plugin_option
@@ -97,12 +97,10 @@ def _run() -> int | str | None:
     try:
         with handle_interrupts(), _one_line_warnings():
             if verb is not None:
-                announce(verb, VERBS[verb].compile_s)
+                announce(VERBS[verb].compile_s)
             code: int | str | None = _command()(standalone_mode=False)
             if code == INTERRUPTED:  # some versions of Typer return this code for Ctrl-C, others raise
                 raise KeyboardInterrupt
-        if verb is not None and VERBS[verb].compile_s is not None and not code:
-            note_compiled(verb)
     except SystemExit as error:  # Typer turns a closed stdout into exit code 1, which here means "the answer is no"
         code = _closed_pipe() if isinstance(error.__context__, BrokenPipeError) else error.code
     except BaseException as error:

@@ -247,6 +247,30 @@ class LimitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         )
 
 
+class PodSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Workers that are the pods of a Kubernetes namespace."""
+
+    selector: str
+    """Labels of the pods, as an InferencePool selects them: ``app=vllm,model=qwen``."""
+    port: int = 8000
+    namespace: str | None = None
+    """Namespace of the pods; None for the gateway's own."""
+    role_label: str = "llm-d.ai/role"
+    """Label whose value, `prefill` or `decode`, is a pod's role; any other is `both`."""
+    places: int = 16
+    """Requests that each worker runs at once."""
+    kv_events_port: int | None = None
+    """Port of the workers' KV events; None if they publish none."""
+    api: str | None = None
+    """URL of the API server; None for that of the cluster the gateway runs in."""
+    every_s: float = 2.0
+    """Time between two looks."""
+
+    def __post_init__(self) -> None:
+        check_at_least(1, port=self.port, places=self.places, kv_events_port=self.kv_events_port)
+        check_positive(every_s=self.every_s)
+
+
 class PickerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Settings of the endpoint picker for Envoy: the Gateway API inference extension, llm-d."""
 
@@ -304,6 +328,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Placement file that lists the experts held by each worker with a `placement_rank`, until it reports its map."""
     predictor: str | None = None
     """Token table (`coterie tokens`) that predicts footprints of requests without a footprint from a prefill."""
+    pods: PodSection | None = None
+    """Further workers, which are pods; None for none."""
     picker: PickerSection | None = None
     """Endpoint picker that Envoy asks; None for none."""
     keys: str | None = None

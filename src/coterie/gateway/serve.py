@@ -23,6 +23,7 @@ from coterie.gateway.exchange.pool import DECODE, PREFILL
 from coterie.gateway.fleet.keeper import FleetKeeper
 from coterie.gateway.gateway import Gateway, check_access
 from coterie.gateway.parts import GatewayParts
+from coterie.gateway.pods import PodWatch
 from coterie.gateway.saved import SavedState, load_state, lock_state, set_aside
 from coterie.gateway.watching.logs import Log
 from coterie.gateway.watching.metrics import Counter, Gauge, Read
@@ -41,6 +42,7 @@ FIXED = (
     "decisions",
     "peers",
     "picker",
+    "pods",
 )
 """Settings that a reload cannot change."""
 SPARE_FILES = 256
@@ -166,6 +168,7 @@ class RunningGateway:
     ) -> None:
         self.path = path
         keys = check_access(config)
+        self._pods = None if config.pods is None else PodWatch(config.pods)
         self._lock = None if config.state is None else lock_state(config.state)
         try:
             changes, self._problem = _saved(config)
@@ -178,6 +181,7 @@ class RunningGateway:
             self.gateway.handle, self.gateway.http_limits, self.gateway.check_head, on_error=self.parts.log.failed
         )
         self.front = None if front is None else front(self)
+        self._following: asyncio.Task[None] | None = None
         self.url = ""
         self._drain_s = config.drain_s
         self._sweeper: asyncio.TimerHandle | None = None
@@ -187,6 +191,8 @@ class RunningGateway:
     async def start(self, listener: socket.socket) -> None:
         self.url = f"http://{Address(*listener.getsockname()[:2])}"
         await self.parts.start()
+        if self._pods is not None:
+            self._following = asyncio.create_task(self._pods.run(self.parts), name="pods")
         await asyncio.to_thread(self.parts.knowledge.warm_up)
         self._gauges()
         await self.server.start(listener)
@@ -215,9 +221,12 @@ class RunningGateway:
         started = time.monotonic()
         self.gateway.draining = True
         self.gateway.live.close()
-        for task in self._reloads:
+        tasks = [*self._reloads, *([] if self._following is None else [self._following])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._reloads, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._pods is not None:
+            await self._pods.upstream.close()
         drain_s = self._drain_s if drain_s is None else drain_s
         ending = () if self.front is None else (self.front.close(drain_s),)
         cut, *_ = await asyncio.gather(self.server.close(drain_s), *ending)

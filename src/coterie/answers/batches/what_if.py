@@ -8,7 +8,6 @@ docs/simulate.md says when the numbers can be trusted.
 
 from __future__ import annotations
 
-import csv
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +46,6 @@ from coterie.sim.metrics import Run, RunSummary, summarise_run
 from coterie.traces import ActivationTrace, RequestTrace
 from coterie.traces.readers import ReadOptions, Trace, kind_of, read_trace, requests_of
 from coterie.traces.readers.routed_experts import find_model
-from coterie.traces.store import write_json
 from coterie.types import BYTES_PER_WEIGHT, ModelSpec, Placement, Topology, WeightDtype
 
 REQUESTS = {"spread": 3000, "prefill": 1000, "decode": 400}
@@ -58,10 +56,6 @@ PLACES = 32
 MAX_BYTES = 1 << 31
 """Largest size in bytes of the loads of a run's requests."""
 BASELINE = "fcfs"
-COLUMNS = ("strategy", "request", "recorded", "arrival_s", "start_s", "finish_s", "skipped")
-"""Columns of requests.csv."""
-RESULTS = {"simulate.json": b'{\n "settings": {', "requests.csv": ",".join(COLUMNS).encode()}
-"""File of a result → its first bytes."""
 LOWER_IS_BETTER = ("p50_ms", "p90_ms", "p99_ms", "p999_ms", "imbalance", "distinct")
 
 _PRECISIONS = {
@@ -77,7 +71,7 @@ _PRECISIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """Result of a run; :meth:`to_json` is the part that is printed and written."""
+    """Result of a run."""
 
     settings: dict[str, Any]
     rows: list[dict[str, Any]]
@@ -85,7 +79,6 @@ class Simulated:
     notes: list[str]
     verdict: Verdict
     runs: dict[str, Run]
-    arrived: Arrived
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -153,25 +146,7 @@ def simulate(options: SimulateOptions, report: Report) -> Simulated:
         "scheduler": json.loads(msgspec.json.encode(server.config)) | {"strategy": names[1:]},
     }
     notes = [*work.notes, *requests.notes, *_notes(settings, server, requests)]
-    return Simulated(settings, rows, notes, batches_verdict(rows, settings, options.trace), runs, arrived)
-
-
-def write(folder: Path, simulated: Simulated) -> None:
-    """Write simulate.json, and requests.csv with every request of every strategy."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "simulate.json", simulated.to_json())
-    fresh = folder / ".requests.csv.tmp"
-    try:
-        with fresh.open("w", encoding="utf-8", newline="") as stream:
-            table = csv.writer(stream)
-            table.writerow(COLUMNS)
-            for name, run in simulated.runs.items():
-                columns = (run.arrival_s, run.start_s, run.finish_s, run.skipped)
-                for number, values in enumerate(zip(simulated.arrived.row, *columns, strict=True)):
-                    table.writerow([name, number, *(value.item() for value in values)])
-        fresh.replace(folder / "requests.csv")
-    finally:
-        fresh.unlink(missing_ok=True)
+    return Simulated(settings, rows, notes, batches_verdict(rows, settings, options.trace), runs)
 
 
 # ------------------------------------------------------------------------------------------------------ settings

@@ -1,13 +1,12 @@
-"""The demo on a running gateway: request one completion, compare routers on the gateway's workers, keep them busy."""
+"""The demo on a running gateway: compare routers on the gateway's workers, keep them busy."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -16,14 +15,11 @@ from coterie.answers.load.client import Asking, LoadClient
 from coterie.answers.load.measure import DECODE, use_router
 from coterie.answers.load.workload import LoadRequest, Message
 from coterie.answers.suites import Report
-from coterie.errors import UnavailableError
 from coterie.gateway.embedded import OURS, EmbeddedFleet
 from coterie.gateway.watching.comparison import Comparison, ComparisonRow
-from coterie.net.http_client import Client, completion_body, completion_path, served_model
+from coterie.net.http_client import Client, served_model
 from coterie.prompts import load_prompts
 
-MAX_TOKENS = 24
-"""Largest number of tokens of the first completion."""
 IN_FLIGHT = 6
 BUSY_TOKENS = 32
 MIXES = (("code", "legal", "math"), ("chat", "medical", "writing"), ("code", "finance", "science"))
@@ -32,33 +28,6 @@ MIX_REQUESTS = 600
 """Number of requests until the domains change."""
 REFUSED_S = 0.5
 """Seconds to wait after a request that failed although the gateway is reachable."""
-
-
-class FirstCompletion(NamedTuple):
-    """Answer to one request that was sent through the gateway."""
-
-    model: str
-    prompt: str
-    text: str
-    seconds: float
-
-
-def first_completion(url: str) -> FirstCompletion:
-    """Request one chat completion from the gateway. Raise UnavailableError if the gateway does not answer."""
-
-    async def ask() -> FirstCompletion:
-        async with Client(url) as client:
-            model, prompt = await served_model(client), load_prompts()[0]
-            started = time.perf_counter()
-            answer = await client.post(
-                completion_path(chat=True), completion_body(prompt, model, MAX_TOKENS, chat=True)
-            )
-            seconds = time.perf_counter() - started
-        if answer.body is None:
-            raise UnavailableError(f"{url} did not answer a completion: {answer.problem}")
-        return FirstCompletion(model, prompt.prompt, answer.body["choices"][0]["message"]["content"], seconds)
-
-    return asyncio.run(ask())
 
 
 def run_on(

@@ -11,21 +11,6 @@ from coterie.errors import ConfigError, check
 from coterie.placement.maps.formats import PlacementMap
 from coterie.types import Placement, balancedness, layer_balance
 
-MOST = 10
-"""Most experts in the list of replicated experts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Replicated:
-    """Expert with more than one slot."""
-
-    layer: int
-    """Layer index in the model if known, else the row."""
-    expert: int
-    replicas: int
-    load: float | None
-    """Share of the layer's tokens that the expert gets; None without a load."""
-
 
 @dataclass(frozen=True, slots=True)
 class MapInspection:
@@ -43,8 +28,6 @@ class MapInspection:
     """Number of slots whose expert another slot of the same rank also holds: wasted memory."""
     replicas: list[int]
     """[n] number of experts with n + 1 slots, over all layers."""
-    most: list[Replicated]
-    """Experts with the most slots, at most 10."""
     spread: float | None
     """Nodes that hold a replicated expert ÷ min(slots, nodes), mean over experts; None for one node or no replicas."""
     same_layers: int
@@ -79,7 +62,6 @@ def inspect_map(map: PlacementMap, nodes: int = 1, load: NDArray[np.float64] | N
         nodes=nodes,
         duplicates=placement.duplicates,
         replicas=np.bincount(replicas.ravel())[1:].tolist(),
-        most=_most(replicas, ids, load),
         spread=_spread(placement, replicas, nodes),
         same_layers=int((placement.slot_experts == placement.slot_experts[0]).all(axis=1).sum()),
         balancedness=None if busy is None else balancedness(busy),
@@ -99,18 +81,6 @@ def _rank_load(map: PlacementMap, load: NDArray[np.float64]) -> NDArray[np.float
         return placement.rank_load(load)
     per_slot = np.take_along_axis(load, placement.slot_experts.astype(np.int64), axis=1) * map.shares
     return np.asarray(per_slot.reshape(placement.num_layers, placement.num_ranks, -1).sum(axis=2))
-
-
-def _most(replicas: NDArray[np.int64], ids: list[int], load: NDArray[np.float64] | None) -> list[Replicated]:
-    """Return the experts with the most slots; ties are broken by load, then by layer and expert index."""
-    share = np.zeros(replicas.shape) if load is None else load / np.maximum(load.sum(axis=1, keepdims=True), 1e-300)
-    order = np.lexsort((-share.ravel(), -replicas.ravel()))[:MOST]
-    found = [(int(at) // replicas.shape[1], int(at) % replicas.shape[1]) for at in order]
-    return [
-        Replicated(ids[row], expert, int(replicas[row, expert]), None if load is None else float(share[row, expert]))
-        for row, expert in found
-        if replicas[row, expert] > 1
-    ]
 
 
 def _spread(placement: Placement, replicas: NDArray[np.int64], nodes: int) -> float | None:

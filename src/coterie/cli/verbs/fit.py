@@ -104,7 +104,6 @@ def fit_command(
         "layers_kept": fitted.learned.signature.layers.tolist(),
         "rho": [score._asdict() for score in scored.rho],
         "distinct": scored.distinct,
-        "fit_s": scored.seconds,
         "file": str(output),
         "bytes": output.stat().st_size,
     }
@@ -160,7 +159,6 @@ def _print(result: dict[str, Any]) -> None:
             ["clusters", "experts", "saving %"],
             [[row["clusters"], row["experts_per_step"], row["saving_pct"]] for row in result["distinct"]],
         )
-    print_table("Fitting", ["part", "seconds"], list(result["fit_s"].items()))
     print_lines(
         f"Layers kept, of {result['layers']}: {', '.join(map(str, result['layers_kept']))}",
         f"Router: {result['file']} ({result['bytes']:,} bytes)",

@@ -175,17 +175,6 @@ def _print(shown: MapInspection, load: str | None) -> None:
     width = max(10, min(out.width - 36, 48))
     rows = [[n, count, bar(count, max(shown.replicas), width)] for n, count in enumerate(shown.replicas, 1) if count]
     print_table("Experts by slots, all layers", ["slots", "experts", ""], rows)
-    if not shown.most:
-        out.print("no expert has a replica", highlight=False)
-    else:
-        print_table(
-            "Most slots",
-            ["layer", "expert", "slots", "of the layer's load"],
-            [
-                [str(one.layer), str(one.expert), one.replicas, "-" if one.load is None else f"{100 * one.load:.1f}%"]
-                for one in shown.most
-            ],
-        )
     if shown.rank_load is not None:
         _print_load(shown)
     print_lines(

@@ -8,17 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from coterie.cli.files import check_results
-from coterie.cli.output import (
-    JsonOption,
-    out,
-    print_json,
-    print_lines,
-    print_table,
-    print_verdict,
-    reporting,
-    set_width,
-)
+from coterie.cli.output import JsonOption, out, print_json, print_table, print_verdict, reporting, set_width
 from coterie.errors import check
 
 if TYPE_CHECKING:  # numba takes a second to import: done only for a run
@@ -117,10 +107,6 @@ def simulate_command(
         str | None, typer.Option("--from", help="Format of the trace; detected from the file by default.")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the random generator.")] = 0,
-    out_folder: Annotated[
-        Path | None,
-        typer.Option("--out", help="Folder to write simulate.json and requests.csv to; earlier results are replaced."),
-    ] = None,
     json_output: JsonOption = False,
 ) -> None:
     """Simulate batch selection on your own requests, and compare strategies with first come, first served."""
@@ -149,23 +135,14 @@ def simulate_command(
         device=device,
     )
     # Import compiled code only now that names and ranges are checked: importing takes seconds.
-    from coterie.answers.batches.what_if import RESULTS, simulate, write
+    from coterie.answers.batches.what_if import simulate
 
-    check(
-        out_folder is None or (not out_folder.exists() and not out_folder.is_symlink()) or out_folder.is_dir(),
-        f"{out_folder} is a file; --out takes a folder",
-    )
-    check_results(out_folder, "simulate", RESULTS, (trace, config, prompts, with_model))
     with reporting("Reading") as report:
         simulated = simulate(options, report)
-    if out_folder is not None:
-        write(out_folder, simulated)
     if json_output:
         print_json(simulated.to_json())
         return
     _print(simulated)
-    if out_folder is not None:
-        print_lines(f"Written: {out_folder}: {', '.join(RESULTS)}")
     print_verdict(*simulated.verdict)
 
 

@@ -36,7 +36,7 @@ GROUPS: tuple[tuple[tuple[str, ...], ...], ...] = (
         ("plan", "trace", "--ranks", "4"),
         ("plan", "trace", "--ranks", "4", "--slots", "36"),
         ("plan", "trace", "--ranks", "4", "--slots", "36", "--requests", "2", "--steps", "8"),
-        ("simulate", "trace", "--requests", "24", "--out", "simulated"),
+        ("simulate", "trace", "--requests", "24"),
         ("simulate", "--requests", "40"),
     ),
 )
@@ -61,9 +61,6 @@ def warm_command(json_output: JsonOption = False) -> None:
             verb, functions = future.result()
             compiled += functions
             report(f"Compiled {finished} of {total}: {verb}", finished, total)
-    import coterie._numba  # noqa: F401  # note_compiled writes nothing unless Numba was imported
-
-    _compiling.note_compiled(*(name for name, verb in VERBS.items() if verb.compile_s is not None))
     wall_s = time.perf_counter() - started
     verdict = (
         f"Compiled {compiled} loops in {wall_s:.0f} s; the verbs now start without compiling."

@@ -28,8 +28,9 @@ from coterie.routing.fleet import MOST_CONTEXT, WorkerLoads
 
 PATH = "/peers"
 KEY_VARIABLE = "COTERIE_ADMIN_KEY"
-ABSENT = 10
-"""Intervals without a usable answer after which a peer's requests no longer count."""
+ABSENT = 30
+"""Intervals without a usable answer after which a peer's requests no longer count: a busy machine may halt a process
+for a second."""
 MOST_BYTES = 8 << 20
 """Most bytes of a peer's answer: 64 workers of a model with 58 layers of 256 experts take 1.9 MB."""
 MOST_PROFILED = 1 << 12

@@ -40,8 +40,8 @@ def serve_command(
         bool,
         typer.Option(
             "--demo",
-            help="With --embedded: show the page, serve one completion, compare routers as `coterie demo` does; on a "
-            "terminal stay up, with requests that keep the fleet busy.",
+            help="With --embedded: show the page, compare routers as `coterie demo` does; on a terminal stay up, with "
+            "requests that keep the fleet busy.",
         ),
     ] = False,
     port: Annotated[
@@ -161,12 +161,12 @@ def _print_check(config: GatewayConfig, path: Path, json: bool) -> None:
 
 @contextlib.contextmanager
 def _demonstrating(fleet: EmbeddedFleet, folder: Path, json: bool) -> Iterator[Ready]:
-    """Show the dashboard's URL, one completion and the comparison once the gateway is up, in a separate thread.
+    """Show the dashboard's URL and the comparison once the gateway is up, in a separate thread.
 
     On a terminal, requests then keep the fleet busy until Ctrl-C. Without a terminal the gateway exits, since nobody
     could see it or press Ctrl-C.
     """
-    from coterie.answers.demo.serving import first_completion, keep_busy, run_on
+    from coterie.answers.demo.serving import keep_busy, run_on
     from coterie.cli.verbs.demo import print_result
 
     problems: list[BaseException] = []
@@ -176,12 +176,6 @@ def _demonstrating(fleet: EmbeddedFleet, folder: Path, json: bool) -> Iterator[R
         url = running.url
         if not json:
             print_lines(f"Dashboard: {url}/")
-        answer = first_completion(url)
-        if not json:
-            print_lines(
-                f"One completion of {answer.model}, in {answer.seconds:.2f} s:",
-                f"  {answer.prompt!r} … {answer.text!r}",
-            )
         if stays:
             asyncio.run(keep_busy(url, FIRST_REQUESTS))
         with reporting("Recording", lines=True) as report:

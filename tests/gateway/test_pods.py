@@ -1,0 +1,75 @@
+"""Workers that are pods: who joins, who leaves, and what an API server that fails changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from canned_workers import Canned, canned_workers
+from coterie.errors import ConfigError
+from coterie.gateway.config import PodSection
+from coterie.net.http1.messages import HttpRequest
+from coterie.net.http1.responder import Responder
+from gateway_runs import config_of, gateway, run
+from http1_peers import until
+
+
+def pod(name: str, role: str | None = "decode", **status: Any) -> dict[str, Any]:
+    labels = {} if role is None else {"llm-d.ai/role": role}
+    return {
+        "metadata": {"name": name, "labels": labels},
+        "status": {"phase": "Running", "podIP": "127.0.0.1", **status},
+    }
+
+
+def test_pods_join_and_leave() -> None:
+    async def test() -> None:
+        pods: list[dict[str, Any]] = []
+        status = 200
+
+        async def lists(_: Canned, __: HttpRequest, responder: Responder) -> None:
+            responder.send(status, msgspec.json.encode({"items": pods}))
+
+        async with canned_workers("api", "w", api=lists) as (api, worker):
+            port = int(worker.url.rpartition(":")[2])
+            section = PodSection(selector="app=vllm", port=port, namespace="ns", api=api.url, every_s=0.001)
+            async with gateway(config_of([], handshake="vllm", pods=section)) as found:
+                parts = found.running.parts
+
+                def roles() -> dict[str, str]:
+                    return {entry.id: entry.role for entry in parts.entries()}
+
+                pods[:] = [
+                    pod("a"),
+                    pod("b", "prefill"),
+                    pod("c", None),
+                    pod("starting", phase="Pending"),
+                    pod("new", podIP=""),
+                ]
+                pods.append(pod("ends"))
+                pods[-1]["metadata"]["deletionTimestamp"] = "2026-11-19T00:00:00Z"
+                await until(lambda: roles() == {"a": "decode", "b": "prefill", "c": "both"})
+                assert parts.entries()[0].url == f"http://127.0.0.1:{port}"
+                assert api.asked[-1].path == "/api/v1/namespaces/ns/pods"
+                pods[:] = [pod("b", "prefill"), pod("d")]
+                await until(lambda: roles() == {"b": "prefill", "d": "decode"})
+                status = 403
+                before = len(api.asked)
+                await until(lambda: len(api.asked) > before + 3)
+                assert roles() == {"b": "prefill", "d": "decode"}
+                assert found.said.getvalue().count("pods cannot be listed") == 1
+
+    run(test)
+
+
+def test_outside_of_a_cluster_the_api_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+
+    async def test() -> None:
+        with pytest.raises(ConfigError, match="api"):
+            async with gateway(config_of([], pods=PodSection(selector="app=vllm", namespace="ns"))):
+                pass
+
+    run(test)
