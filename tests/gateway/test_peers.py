@@ -18,7 +18,7 @@ from books import check_keeper
 from canned_workers import canned_workers, held
 from coterie.errors import ConfigError
 from coterie.gateway.config import GatewayConfig, PeerSettings, WorkerEntry
-from coterie.gateway.exchange.peers import ABSENT, GatewayPart, Peers, loads_of, part_of
+from coterie.gateway.exchange.peers import ABSENT_S, GatewayPart, Peers, loads_of, part_of
 from coterie.gateway.exchange.pool import DECODE, Member, Pool
 from coterie.gateway.fleet.keeper import FleetKeeper
 from coterie.gateway.fleet.spec import Made, PoolShape
@@ -144,7 +144,7 @@ def test_what_a_peer_says_is_bounded() -> None:
     assert peer.error == "HTTP 401"
     assert say(profiled=5, logs=b"\xff\xff" * EXPERTS) == "", "as certain as can be"
     assert np.isfinite(pool.keeper.fleet.distinct).all()
-    clock.now += (ABSENT + 1) * peers.settings.every_s
+    clock.now += ABSENT_S + 0.1
     peers.count()
     assert pool.keeper.fleet.in_flight.tolist() == [0]
     assert not peers.present

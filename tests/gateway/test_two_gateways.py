@@ -5,6 +5,7 @@ python -m pytest tests/gateway/test_two_gateways.py -m long --log-cli-level=INFO
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from contextlib import AsyncExitStack
 from functools import partial
@@ -24,8 +25,10 @@ from coterie.prompts import load_prompts
 from gateway_runs import gateway, run
 from http1_peers import until
 
-RUNS, REQUESTS, CLIENTS, TOKENS = 10, 72, 24, (8, 41)
-"""Answers differ in length: equal ones end, and are followed by new requests, all at once."""
+RUNS, REQUESTS, CLIENTS, TOKENS = 10, 300, 32, (8, 41)
+"""Answers differ in length, and clients pause for `THINK_S` on average. Otherwise requests end, and others begin, in
+bursts whose prompts are computed in one step: then gateways decide in the same moment, before either can tell."""
+THINK_S = 0.5
 MOST_LOST_PCT = 1.5
 
 
@@ -51,6 +54,7 @@ def test_two_gateways_lose_hardly_any_of_the_saving() -> None:
 
             def through(*gateways: int) -> Send:
                 async def send(request: LoadRequest, planned: float | None) -> RequestOutcome:
+                    await asyncio.sleep(pauses[request.number])
                     client = clients[gateways[request.number % len(gateways)]]
                     outcome = await client.ask(request, asking, planned)
                     assert outcome.failure is None, outcome.problem
@@ -61,6 +65,7 @@ def test_two_gateways_lose_hardly_any_of_the_saving() -> None:
             one, two = contenders = Contender("one gateway", through(0)), Contender("two", through(0, 1))
             rng, prompts = np.random.default_rng(0), load_prompts()
             drawn = [prompts[row] for row in rng.integers(len(prompts), size=RUNS * REQUESTS).tolist()]
+            pauses = rng.exponential(THINK_S, len(drawn)).tolist()
             lengths = rng.integers(*TOKENS, size=len(drawn)).tolist()
             requests = [
                 LoadRequest(number, number, one.domain, (Message("user", one.prompt[:400]),), tokens)

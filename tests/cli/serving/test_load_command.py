@@ -33,9 +33,9 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def test_a_closed_loop_prints_times_a_verdict_and_the_next_step(run: Run, url: str, tmp_path: Path) -> None:
-    ran = run("load", url, *FEW, "--expert-steps", url, "--out", tmp_path / "out")
+    ran = run("load", url, *FEW, "--out", tmp_path / "out")
     assert ran.code == 0, ran.err
-    for words in ("TTFT", "TPOT", "E2E", "6 of 6 answered", "experts in a token's step", "Next: coterie load"):
+    for words in ("TTFT", "TPOT", "E2E", "6 of 6 answered", "Next: coterie load"):
         assert words in ran.out
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["load.json", "load.pdf", "load.png"]
     (tmp_path / "out" / "load.png").write_text("mine")
@@ -91,9 +91,9 @@ def test_lengths_and_times_of_a_trace(run: Run, url: str, tmp_path: Path) -> Non
 
 def test_two_servers_are_compared_on_the_same_requests(run: Run, url: str) -> None:
     other = url.replace("127.0.0.1", "localhost")  # another name of the same worker
-    ran = run("load", url, "--compare", other, *FEW, "--blocks", 3, "--expert-steps", url)
+    ran = run("load", url, "--compare", other, *FEW, "--blocks", 3)
     assert ran.code == 0, ran.err
-    for words in (f"Change against {url}", "TTFT, mean", "TPOT, p90", "experts", f"{other}: 6 of 6 answered"):
+    for words in (f"Change against {url}", "TTFT, mean", "TPOT, p90", f"{other}: 6 of 6 answered"):
         assert words in ran.out
     assert f"{other} against {url}: " in ran.out
 

@@ -19,7 +19,7 @@ import contextlib
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -85,6 +85,34 @@ class RoutedLoop:
     ) -> LoopResult:
         """Record, fit, save the fit to `fit`, and serve under every router; `after_run` gets the results so far."""
         rng = np.random.default_rng(seed)
+        async with self._connected():
+            learn, test = await self._split(prompts, rng)
+            await self._warm_up([*learn, *test])
+            await self._swap(BASE, seed)
+            recorded = await self._serve("Recording", BASE, learn, "recorded.")
+            self._report("Fitting the router", 0, 1)
+            known = _calibration(recorded)
+            fitted = await asyncio.to_thread(RouterFit(len(self.workers), batch=self.in_flight).fit, known, rng)
+            await asyncio.to_thread(fitted.save, fit)
+            runs: list[RouterRun] = []
+            for name in routers:
+                await self._swap(name, seed, fit)
+                runs.append(await self._serve(f"Serving under {name}", name, test))
+                result = LoopResult(list(runs), len(known.prefill), recorded, fitted)
+                if after_run is not None:
+                    after_run(result)
+        return result
+
+    async def run_as_it_is(self, prompts: Sequence[Prompt], name: str, seed: int = 0) -> RouterRun:
+        """Serve all prompts under the router in use, called `name`: for front ends that cannot swap it."""
+        async with self._connected():
+            learn, test = await self._split(prompts, np.random.default_rng(seed))
+            await self._warm_up([*learn, *test])
+            return await self._serve(f"Serving under {name}", name, [*learn, *test])
+
+    @contextlib.asynccontextmanager
+    async def _connected(self) -> AsyncIterator[None]:
+        """Connect to the front end and to the decode workers, and hear their events."""
         async with contextlib.AsyncExitStack() as stack:
             self._gateway = await stack.enter_async_context(Client(self.url))
             self._client = await stack.enter_async_context(LoadClient(self.url))
@@ -99,20 +127,7 @@ class RoutedLoop:
             first = {"model": self._asking.model, "max_tokens": 2, "temperature": 0, "prompt": [1, 2]}
             for client, listener in zip(self._clients, self._listeners, strict=True):
                 await hear(client, listener, first, EVENTS_S)
-            learn, test = await self._split(prompts, rng)
-            await self._warm_up([*learn, *test])
-            recorded = await self._serve("Recording", BASE, learn)
-            self._report("Fitting the router", 0, 1)
-            known = _calibration(recorded)
-            fitted = await asyncio.to_thread(RouterFit(len(self.workers), batch=self.in_flight).fit, known, rng)
-            await asyncio.to_thread(fitted.save, fit)
-            runs: list[RouterRun] = []
-            for name in routers:
-                runs.append(await self._serve(f"Serving under {name}", name, test, fit, seed))
-                result = LoopResult(list(runs), len(known.prefill), recorded, fitted)
-                if after_run is not None:
-                    after_run(result)
-        return result
+            yield
 
     async def _split(
         self, prompts: Sequence[Prompt], rng: np.random.Generator
@@ -139,17 +154,17 @@ class RoutedLoop:
 
         await run.drive(requests, Pace(self.in_flight * len(self.workers)), send, done)
 
-    async def _serve(
-        self, doing: str, router: str, requests: Sequence[LoadRequest], fit: Path | None = None, seed: int = 0
-    ) -> RouterRun:
-        """Serve the requests under a router. Raise if a request fails, or if the workers also served other requests."""
+    async def _swap(self, router: str, seed: int, fit: Path | None = None) -> None:
         spec = {"seed": seed, "model": REFERENCE_SHAPE} | ({} if fit is None else {"fit": str(fit.resolve())})
         await use_router(self._gateway, DECODE, router, spec)
+
+    async def _serve(self, doing: str, router: str, requests: Sequence[LoadRequest], prefix: str = "") -> RouterRun:
+        """Serve the requests. Raise if a request fails, or if the workers also served other requests."""
         for client in self._clients:
             await client.call("POST", "/reset_prefix_cache")
         before = [(await read_steps(client)).total for client in self._clients]
         run, started = LoadRun(), time.perf_counter()
-        names = {request.number: f"{'' if fit else 'recorded.'}{router}.{request.number}" for request in requests}
+        names = {request.number: f"{prefix}{router}.{request.number}" for request in requests}
 
         async def send(request: LoadRequest, planned: float | None) -> RequestOutcome:
             return await self._client.ask(request, self._asking, planned, name=names[request.number])

@@ -84,8 +84,6 @@ class LoadSettings:
     blocks: int = 8
     """Number of blocks of a comparison."""
     targets: Targets = Targets()  # noqa: RUF009  (a tuple)
-    expert_steps: tuple[str, ...] = ()
-    """URLs of reference workers whose decode step logs are read."""
     marker: str = ""
     """Text before every prompt, with the contender's number, so that prefixes cached in earlier runs do not match."""
     seed: int = 0
@@ -154,8 +152,6 @@ class BearerKeys:
     api: str | None = None
     admin: str | None = None
     """Key for swapping routers; None takes the API key."""
-    worker: str | None = None
-    """Key for the workers' step logs."""
 
 
 @dataclass(slots=True)
@@ -203,7 +199,6 @@ async def measure(
             else None
         )
         pace = Pace(settings.concurrency, times, settings.duration_s)
-        workers = [await stack.enter_async_context(Client(url, key=keys.worker)) for url in settings.expert_steps]
         pool = ""
         if settings.routers:
             pool = await stack.enter_async_context(put_back(admin, settings.pool))
@@ -215,7 +210,7 @@ async def measure(
             swap = partial(use_router, admin, pool, name, alone=True) if settings.routers else None
             measured.contenders.append(Contender(name, _sender(clients[server], askings[server], marker), swap))
         blocks = settings.blocks if len(measured.contenders) > 1 else 1
-        await compare(measured.contenders, requests, pace, blocks, rng, report, workers)
+        await compare(measured.contenders, requests, pace, blocks, rng, report)
 
 
 def _sender(client: LoadClient, asking: Asking, marker: str) -> Send:

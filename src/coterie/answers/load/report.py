@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 
 from coterie.answers.load.client import METRICS
 from coterie.answers.load.measure import LoadMeasurement, LoadSettings
-from coterie.answers.load.run import Change, Contender, StepTotals, changes
+from coterie.answers.load.run import Change, Contender, changes
 from coterie.answers.load.summary import Percentiles, Summary, summarise, values_of
 
 if TYPE_CHECKING:  # matplotlib takes a second to import: only to draw
@@ -35,12 +34,7 @@ MOST_UNBOUND = 368
 """Fewest answers that bound p99 from above: with fewer, all are below p99 with a probability above 2.5%."""
 LATE = 0.1
 """Sending delay (p99), as a share of the median TTFT or E2E, above which a note says that the client was too slow."""
-HEADLINES = {
-    "experts": "experts a step",
-    "hit_rate": "points of hit rate",
-    "ttft_mean": "mean TTFT",
-    "tpot_mean": "mean TPOT",
-}
+HEADLINES = {"hit_rate": "points of hit rate", "ttft_mean": "mean TTFT", "tpot_mean": "mean TPOT"}
 """Statistic → its words in the verdict. Only a few: among many statistics, some would differ by chance."""
 
 
@@ -51,8 +45,6 @@ class Row(NamedTuple):
     summary: Summary
     changes: list[Change]
     """Changes relative to the first contender; empty for the first."""
-    steps: StepTotals | None
-    """Decode steps of the workers; None if step logs were not read, or have no step."""
 
     @property
     def told_apart(self) -> bool:
@@ -63,10 +55,6 @@ class Row(NamedTuple):
         return {
             "name": self.name,
             **self.summary.to_json(),
-            **{
-                name: None if self.steps is None else getattr(self.steps, name)
-                for name in ("experts_per_step", "experts_by_token", "rows_per_step")
-            },
             "changes": {
                 one.statistic: {"value": one.pct.mean, "low": one.pct.low, "high": one.pct.high} for one in self.changes
             },
@@ -95,8 +83,7 @@ def report_of(settings: LoadSettings, measured: LoadMeasurement, interrupted: bo
     for contender in measured.contenders:
         summary = summarise(contender.runs, np.random.default_rng(settings.seed), settings.targets, skip)
         against = changes(measured.contenders[0], contender, skip) if rows else []
-        steps = reduce(StepTotals.plus, contender.steps) if contender.steps else None
-        rows.append(Row(contender.name, summary, against, steps if steps is not None and steps.steps.any() else None))
+        rows.append(Row(contender.name, summary, against))
     return LoadReport(
         model=measured.model,
         workload="" if measured.workload is None else measured.workload.name,
@@ -176,7 +163,7 @@ def _against(first: Row, row: Row) -> str:
     sure, unsure = [], []
     for change, words in [(known[name], words) for name, words in HEADLINES.items() if name in known]:
         if change.sure:
-            less = "fewer" if change.statistic in ("experts", "hit_rate") else "less"
+            less = "fewer" if change.statistic == "hit_rate" else "less"
             how = less if change.pct.mean < 0 else "more"
             unit = "" if change.statistic == "hit_rate" else "%"
             low, high = sorted(abs(end or 0.0) for end in (change.pct.low, change.pct.high))

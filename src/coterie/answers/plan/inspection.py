@@ -1,4 +1,4 @@
-"""Statistics of a placement: replicas, duplicates, spread over nodes, and balance under a load."""
+"""Statistics of a placement: replicas, duplicates, and balance under a load."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.errors import ConfigError, check
+from coterie.errors import ConfigError
 from coterie.placement.maps.formats import PlacementMap
-from coterie.types import Placement, balancedness, layer_balance
+from coterie.types import balancedness, layer_balance
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,10 @@ class MapInspection:
     experts: int
     slots: int
     ranks: int
-    nodes: int
     duplicates: int
     """Number of slots whose expert another slot of the same rank also holds: wasted memory."""
     replicas: list[int]
     """[n] number of experts with n + 1 slots, over all layers."""
-    spread: float | None
-    """Nodes that hold a replicated expert ÷ min(slots, nodes), mean over experts; None for one node or no replicas."""
     same_layers: int
     """Number of layers with the same placement as the first layer, which counts."""
     balancedness: float | None
@@ -40,10 +37,9 @@ class MapInspection:
     """[layer, rank] tokens; None without a load."""
 
 
-def inspect_map(map: PlacementMap, nodes: int = 1, load: NDArray[np.float64] | None = None) -> MapInspection:
+def inspect_map(map: PlacementMap, load: NDArray[np.float64] | None = None) -> MapInspection:
     """Inspect a placement; `load` [layer, expert] tokens of the same layers."""
     placement = map.placement
-    check(placement.num_ranks % nodes == 0, f"num_ranks={placement.num_ranks} must be a multiple of nodes={nodes}")
     if load is not None and load.shape != (placement.num_layers, placement.num_experts):
         raise ConfigError(
             f"the load is for {load.shape[0]} layers of {load.shape[1]} experts; "
@@ -59,10 +55,8 @@ def inspect_map(map: PlacementMap, nodes: int = 1, load: NDArray[np.float64] | N
         experts=placement.num_experts,
         slots=placement.num_slots,
         ranks=placement.num_ranks,
-        nodes=nodes,
         duplicates=placement.duplicates,
         replicas=np.bincount(replicas.ravel())[1:].tolist(),
-        spread=_spread(placement, replicas, nodes),
         same_layers=int((placement.slot_experts == placement.slot_experts[0]).all(axis=1).sum()),
         balancedness=None if busy is None else balancedness(busy),
         worst_layer=None if busy is None else ids[worst_layer(busy)],
@@ -81,14 +75,3 @@ def _rank_load(map: PlacementMap, load: NDArray[np.float64]) -> NDArray[np.float
         return placement.rank_load(load)
     per_slot = np.take_along_axis(load, placement.slot_experts.astype(np.int64), axis=1) * map.shares
     return np.asarray(per_slot.reshape(placement.num_layers, placement.num_ranks, -1).sum(axis=2))
-
-
-def _spread(placement: Placement, replicas: NDArray[np.int64], nodes: int) -> float | None:
-    if nodes == 1 or replicas.max() == 1:
-        return None
-    on = np.zeros((placement.num_layers, nodes, placement.num_experts), np.bool_)
-    node = np.arange(placement.num_slots) // (placement.num_slots // nodes)
-    on[np.arange(placement.num_layers)[:, None], node[None, :], placement.slot_experts] = True
-    several = replicas > 1
-    # Divide by the nodes an expert can be on: one with two slots is on two nodes at most.
-    return float((on.sum(axis=1)[several] / np.minimum(replicas[several], nodes)).mean())

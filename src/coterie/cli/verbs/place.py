@@ -64,11 +64,10 @@ def inspect_command(
         typer.Option("--model", help="Model shape: a known name, or a folder with config.json. Default: the file's."),
     ] = None,
     ranks: RanksOption = None,
-    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Nodes; each holds the same number of ranks.")] = 1,
     from_: MapFormatOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Show a placement: replicas, duplicates, spread over nodes, and the load of every rank."""
+    """Show a placement: replicas, duplicates, and the load of every rank."""
     from coterie.answers.plan.inspection import inspect_map
     from coterie.answers.plan.loads import read_load
     from coterie.models import model_of
@@ -84,7 +83,7 @@ def inspect_command(
             f"{load} and {placement} are for different layers of {seen.spec.name}",
         )
         tokens, what = seen.tokens, seen.what
-    shown = inspect_map(map, nodes, tokens)
+    shown = inspect_map(map, tokens)
     if json_output:
         print_json(asdict(shown) | {"load": what})
     else:
@@ -165,9 +164,9 @@ def apply_command(
 
 def _print(shown: MapInspection, load: str | None) -> None:
     set_width()
-    where = f"{shown.ranks} ranks" + (f" on {shown.nodes} nodes" if shown.nodes > 1 else "")
     out.print(
-        f"{escape(shown.model)}: {shown.layers} layers of {shown.experts} experts, {shown.slots} slots on {where}",
+        f"{escape(shown.model)}: {shown.layers} layers of {shown.experts} experts, {shown.slots} slots on "
+        f"{shown.ranks} ranks",
         highlight=False,
     )
     if load is not None:
@@ -183,8 +182,6 @@ def _print(shown: MapInspection, load: str | None) -> None:
     if shown.layers > 1:
         same = f"{shown.same_layers} of {shown.layers} layers are" if shown.same_layers > 1 else "no other layer is"
         print_lines(f"{same} placed like the first")
-    if shown.spread is not None:
-        print_lines(f"experts with replicas are on {100 * shown.spread:.0f}% of the nodes they could be on")
 
 
 def _print_load(shown: MapInspection) -> None:

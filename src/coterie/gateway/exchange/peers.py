@@ -1,7 +1,7 @@
 """Peers: other gateways in front of the same workers, as behind one address. Each asks the others, every tenth of a
 second, for the requests that they have at the workers; routers then weigh all of them, experts included.
 
-A peer that does not answer for :data:`ABSENT` intervals counts as absent, and so does one whose requests the workers'
+A peer that does not answer for :data:`ABSENT_S` counts as absent, and so does one whose requests the workers'
 own reports contradict for as long as a report may be used. Workers are matched by id. Profiles are used if the peer's
 router tracks as many experts: the workers run one model, so that an expert index is the same expert, whatever requests
 a router was fitted to.
@@ -28,9 +28,9 @@ from coterie.routing.fleet import MOST_CONTEXT, WorkerLoads
 
 PATH = "/peers"
 KEY_VARIABLE = "COTERIE_ADMIN_KEY"
-ABSENT = 30
-"""Intervals without a usable answer after which a peer's requests no longer count: a busy machine may halt a process
-for a second."""
+ABSENT_S = 3.0
+"""Seconds, or ten intervals if they are longer, without a usable answer after which a peer's requests no longer count:
+a busy machine may halt a process for a second."""
 MOST_BYTES = 8 << 20
 """Most bytes of a peer's answer: 64 workers of a model with 58 layers of 256 experts take 1.9 MB."""
 MOST_PROFILED = 1 << 12
@@ -133,6 +133,7 @@ class Peers:
         self.settings, self.pools, self._warn, self._clock = settings, pools, warn, clock
         self.id = secrets.token_hex(8)
         self.peers = [Peer(url) for url in settings.urls]
+        self._patience_s = max(ABSENT_S, 10 * settings.every_s)
         self._tasks: list[asyncio.Task[None]] = []
         key = read_key(KEY_VARIABLE) if settings.urls else None
         self._headers: Headers = [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
@@ -171,7 +172,7 @@ class Peers:
         while True:
             try:
                 answer = await ask_whole(
-                    peer.upstream, "GET", PATH, self._headers, ABSENT * self.settings.every_s, most_bytes=MOST_BYTES
+                    peer.upstream, "GET", PATH, self._headers, self._patience_s, most_bytes=MOST_BYTES
                 )
                 self.heard(peer, answer.status, answer.body)
             except UpstreamError as error:
@@ -209,7 +210,7 @@ class Peers:
 
     def _is_present(self, peer: Peer) -> bool:
         now = self._clock()
-        if peer.part is None or now - peer.heard_s > ABSENT * self.settings.every_s:
+        if peer.part is None or now - peer.heard_s > self._patience_s:
             peer.contradicted_s = math.inf
             return False
         contradicted = next(self._contradicted(peer.part), None)

@@ -69,7 +69,7 @@ class PrefillFirst:
         self._decode.remote("/health", None, "health")  # its router is made, and compiled, before the first request
 
     async def __call__(self, request: HttpRequest) -> Response:
-        path = request.url.path
+        path = request.url.path.removeprefix(request.scope.get("root_path", ""))  # the app's route prefix
         if path == "/coterie/routers":
             return JSONResponse(states())
         try:

@@ -32,7 +32,9 @@ __all__ = [
     "metrics",
 ]
 
-if not hasattr(RequestRouter, "_choose_replica_for_request"):
+FOLLOWED = ("_choose_replica_for_request", "_add_pending_request_to_indices")
+"""Methods without a promise that the router needs."""
+if not all(hasattr(RequestRouter, name) for name in FOLLOWED):
     raise UnavailableError(f"ray {ray.__version__} has another request router: pip install 'ray[serve]=={TESTED}.*'")
 if not ray.__version__.startswith(f"{TESTED}."):
     warnings.warn(f"ray {ray.__version__} was not tested with Coterie; {TESTED} was", stacklevel=2)

@@ -19,11 +19,11 @@ from weakref import WeakValueDictionary
 import msgspec
 import numpy as np
 
-from coterie.errors import ConfigError, InputError
+from coterie.errors import ConfigError
 from coterie.gateway.fleet.keeper import NO_SPEC, Choice, FleetKeeper
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.routing import Request
-from coterie.wire.footprints import check_possible, footprint_of, without_footprint
+from coterie.wire.footprints import read_footprint, without_footprint
 
 PARAMS = "kv_transfer_params"
 
@@ -40,16 +40,12 @@ def read_request(arguments: Iterable[Any]) -> Known:
     """Read the first argument of a call that has ``kv_transfer_params``, as a key of a body or as an attribute."""
     found = (one.get(PARAMS) if isinstance(one, Mapping) else getattr(one, PARAMS, None) for one in arguments)
     params = next((one for one in found if isinstance(one, Mapping)), {})
-    prefilled = bool(without_footprint(params))
-    try:
-        footprint = footprint_of(params)
-        if footprint is None:
-            return Known(Request(prefilled=prefilled), "none")
-        check_possible(footprint)
-    except InputError:
-        return Known(Request(prefilled=prefilled), "refused")
-    tokens = footprint.tokens + footprint.missing
-    return Known(Request("", tokens, footprint.counts, prefilled=prefilled), "answer")
+    footprint, problem = read_footprint(params)
+    wanted = Request(prefilled=bool(without_footprint(params)))
+    if footprint is None:
+        return Known(wanted, "none" if problem is None else "refused")
+    wanted = wanted._replace(prompt_tokens=footprint.tokens + footprint.missing, footprint=footprint.counts)
+    return Known(wanted, "answer")
 
 
 _LEDGERS: WeakValueDictionary[str, ReplicaLedger] = WeakValueDictionary()

@@ -54,6 +54,8 @@ class ExpertRouter(RequestRouter):
             pending_request.routing_context.should_backoff = True  # if all queues are full, Serve asks again, but later
         if pending_request is None or attempt is None:  # only asked, not to be sent from here
             return [candidate_replicas]
+        # Of the calls that share the id of a request Serve remembers one, and would hand no replica to the others.
+        self._add_pending_request_to_indices(pending_request)
         try:
             by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
             known = read_request((*pending_request.args, *pending_request.kwargs.values()))

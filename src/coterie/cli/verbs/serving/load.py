@@ -36,7 +36,6 @@ SHOWN = {
     "tpot_mean": "TPOT, mean",
     "tpot_p90": "TPOT, p90",
     "e2e_mean": "E2E, mean",
-    "experts": "experts a step",
     "hit_rate": "hit rate, points",
 }
 """Statistics in the table of changes → heading."""
@@ -125,20 +124,10 @@ def load_command(
     blocks: Annotated[
         int, typer.Option("--blocks", min=1, max=1000, help="Blocks in which contenders take turns.")
     ] = 8,
-    expert_steps: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--expert-steps", help="Reference worker whose decode steps tell distinct experts; repeat for several."
-        ),
-    ] = None,
     key_file: Annotated[
         Path | None, typer.Option("--key-file", help="File with the API key. Default: COTERIE_API_KEY, if set.")
     ] = None,
     admin_key_file: AdminKeyFileOption = None,
-    worker_key_file: Annotated[
-        Path | None,
-        typer.Option("--worker-key-file", help="File with the key of --expert-steps. Default: COTERIE_WORKER_KEY."),
-    ] = None,
     warm_caches: Annotated[
         bool, typer.Option("--warm-caches", help="Let caches of earlier runs help: prompts get no marker of this run.")
     ] = False,
@@ -188,15 +177,10 @@ def load_command(
         pool=pool,
         blocks=blocks,
         targets=Targets(*(None if ms is None else ms / 1e3 for ms in (ttft_target_ms, tpot_target_ms))),
-        expert_steps=tuple(server_url(one) for one in expert_steps or ()),
         marker="" if warm_caches else secrets.token_hex(3),
         seed=seed,
     )
-    keys = BearerKeys(
-        read_bearer(key_file, "COTERIE_API_KEY"),
-        read_bearer(admin_key_file, "COTERIE_ADMIN_KEY"),
-        read_bearer(worker_key_file, "COTERIE_WORKER_KEY"),
-    )
+    keys = BearerKeys(read_bearer(key_file, "COTERIE_API_KEY"), read_bearer(admin_key_file, "COTERIE_ADMIN_KEY"))
     texts = load_prompts() if prompts is None else read_prompts(prompts)
     measured, ended_by = LoadMeasurement(), None
     try:
@@ -271,7 +255,7 @@ def _print(result: dict[str, Any], report: LoadReport, settings: LoadSettings) -
 def _print_counts(row: Row, reachable: float, name: str) -> None:
     from coterie.answers.load.report import failures_of
 
-    summary, steps = row.summary, row.steps
+    summary = row.summary
     parts = [
         f"{summary.answered} of {summary.requests} answered in {summary.wall_s:.1f} s",
         f"{summary.requests_per_s:.3g} requests and {summary.output_tokens_per_s:.3g} tokens a second",
@@ -283,8 +267,6 @@ def _print_counts(row: Row, reachable: float, name: str) -> None:
     if summary.hit_rate is not None:
         reach = f" (an endless cache: {100 * reachable:.0f}%)" if reachable else ""
         parts.append(f"hit rate {_interval(summary.hit_rate, 100)}%{reach}")
-    if steps is not None:
-        parts.append(f"{steps.experts_by_token:.2f} experts in a token's step, {steps.rows_per_step:.1f} rows a step")
     if summary.failures:
         parts.append(f"failed: {failures_of(summary)}")
     print_lines(name + "; ".join(parts) + ".")
@@ -299,7 +281,7 @@ def _print_contenders(report: LoadReport) -> None:
     levels = [one for one in levels if any(one[0] in row.summary.metrics for row in report.rows)]
     print_table(
         "Each on its own, ms",
-        ["", *(f"{WORDS[name]} {level}" for name, level in levels), "hit %", "experts", "failed"],
+        ["", *(f"{WORDS[name]} {level}" for name, level in levels), "hit %", "failed"],
         [
             [
                 row.name,
@@ -310,12 +292,10 @@ def _print_contenders(report: LoadReport) -> None:
                     for name, level in levels
                 ),
                 "-" if row.summary.hit_rate is None else f"{100 * row.summary.hit_rate.mean:.1f}",
-                "-" if row.steps is None else f"{row.steps.experts_by_token:.2f}",
                 sum(row.summary.failures.values()),
             ]
             for row in report.rows
         ],
-        note="Experts: distinct, in a layer of a token's decode step.",
     )
     changes = [{change.statistic: change.pct for change in row.changes} for row in report.rows[1:]]
     rows = [
@@ -328,8 +308,7 @@ def _print_contenders(report: LoadReport) -> None:
             f"Change against {report.rows[0].name}, percent (below 0: less)",
             ["", *(row.name for row in report.rows[1:])],
             rows,
-            note="On the same requests; 95% intervals from leaving out each block once. Experts: in steps of equal "
-            "size.",
+            note="On the same requests; 95% intervals from leaving out each block once.",
         )
 
 
