@@ -66,6 +66,23 @@ def test_refusals(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "mine.txt").read_text() == "keep"
 
 
+def test_transitions_say_how_layers_follow(run: Run, tmp_path: Path) -> None:
+    """Token t activates t and t + 1 in both layers: its experts tell those of the next layer exactly."""
+    trace, file = traced(tmp_path, 40, with_tokens=False), tmp_path / "flows.npy"
+    ran = run(trace, "--transitions", file, "--json")
+    assert ran.code == 0, ran.err
+    found, flows = json.loads(ran.out), np.load(file)
+    assert found["next_layer"]["transitions"] == pytest.approx(1.0)
+    assert found["next_layer"]["popularity"] < 0.7
+    assert found["next"] == f"coterie plan {trace} --planner moetuner"
+    assert flows.shape == (1, 8, 8)
+    assert flows.sum() == 400 * 2 * 2, "pairs of the experts of 400 tokens"
+    assert np.array_equal(np.flatnonzero(flows[0, 0]), [0, 1]), "expert 0 is of token 0 alone"
+    refused(run(trace, "--transitions", file), "exists already")
+    refused(run(trace, "--transitions", tmp_path / "flows.txt"), "must end in .npy")
+    refused(run(trace), "name a file: --output for the table, or --transitions")
+
+
 def test_other_predictors_are_scored_beside_the_table(run: Run, tmp_path: Path) -> None:
     """A prompt repeats one of five tokens: an earlier request of the same prompt tells its experts exactly."""
     trace, file = traced(tmp_path, 40), tmp_path / "loads.safetensors"
@@ -84,9 +101,19 @@ def test_other_predictors_are_scored_beside_the_table(run: Run, tmp_path: Path) 
     refused(run(trace, "-o", file, "--predictor", "similar_prefix:likeness=1"), "has no setting 'likeness'")
 
 
-def test_the_table_of_coterie_tiny(run: Run, tmp_path: Path) -> None:
-    table = tmp_path / "loads.safetensors"
-    ran = run(save_tiny_trace(tmp_path / "tiny"), "-o", table)
+def test_what_is_refused_leaves_no_file(run: Run, tmp_path: Path) -> None:
+    trace, flows = traced(tmp_path, 40, with_tokens=False), tmp_path / "flows.npy"
+    refused(run(trace, "-o", tmp_path / "loads.safetensors", "--transitions", flows), "has no token ids")
+    refused(run(trace, "--transitions", flows, "--predictor", "popularity"), "name its file with --output")
+    assert not flows.exists()
+
+
+def test_table_and_transitions_of_coterie_tiny(run: Run, tmp_path: Path) -> None:
+    table, flows = tmp_path / "loads.safetensors", tmp_path / "flows.npy"
+    ran = run(save_tiny_trace(tmp_path / "tiny"), "-o", table, "--transitions", flows)
     assert ran.code == 0, ran.err
     assert f"Table: {table}" in ran.out
+    assert f"Transitions: {flows}" in ran.out
     assert "a request's experts better" in ran.out
+    assert "transitions find" in ran.out
+    assert np.load(flows).shape == (7, 32, 32)

@@ -21,7 +21,7 @@ from coterie.traces.readers import ReadOptions, detect, read_trace, readers
 from coterie.traces.readers.npz import read_placements
 from coterie.types import DECODE, PREFILL
 
-OURS = ("npz", "routed-experts", "trtllm")
+OURS = ("npz", "routed-experts", "trtllm", "load-history")
 
 # ------------------------------------------------------------------------------------------------------------ real data
 

@@ -90,6 +90,7 @@ TEXTS: dict[str, tuple[str, str, Callable[[Path], object]]] = {
         '{"timestamp": 30, "input_length": 600, "output_length": 5, "hash_ids": [@]}\n',
         read_trace,
     ),
+    "load history": ("h.json", '{"load_history": [{"logical_expert_load": [[1, @]]}]}', read_trace),
     "config": ("config.json", '{"num_hidden_layers": @, "hidden_size": 64}', model_from_config),
     "sglang": ("m.json", '{"physical_to_logical_map": [[0, @]]}', lambda path: read_map(path, num_ranks=1)),
     "tensorrt-llm": (

@@ -15,6 +15,8 @@ from coterie.traces import LoadTable
 from coterie.traces.readers import ReadOptions, detect, read_trace, readers
 from routed_experts_payloads import distinct_experts
 
+# ------------------------------------------------------------------------------------------- TensorRT-LLM, load-history
+
 
 def trtllm(folder: Path, ranks: list[dict[str, np.ndarray]], **meta: Any) -> Path:
     folder.mkdir(exist_ok=True)
@@ -97,3 +99,54 @@ def test_trtllm_files_missing_or_cut(tmp_path: Path, rng: np.random.Generator) -
         read_trace(path, "trtllm")
     with pytest.raises(TraceError, match="hold no statistics"):
         read_trace(trtllm(tmp_path / "none", [{}]))
+
+
+def history(*loads: Any) -> dict[str, Any]:
+    return {"load_history": [{"logical_expert_load": load} for load in loads]}
+
+
+def test_load_history(tmp_path: Path) -> None:
+    path = tmp_path / "history.json"
+    path.write_text(json.dumps(history([[1, 2, 3], [4, 5, 6]], [[0, 0, 2.0], [1, 1, 0]])))
+    assert detect(path) == "load-history"
+    table = read_trace(path, options=ReadOptions(model="m", num_experts=3))
+    assert isinstance(table, LoadTable)
+    assert table.counts.tolist() == [[[1, 2, 3], [4, 5, 6]], [[0, 0, 2], [1, 1, 0]]]
+    assert table.model == "m"
+    assert table.counts.dtype == np.uint64
+    with pytest.raises(TraceError, match="has 3 experts, --num-experts says 4"):
+        read_trace(path, options=ReadOptions(num_experts=4))
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ({}, "load_history: must be a list"),
+        (history(), "at least one window"),
+        ([], "JSON: must be an object"),
+        ({"load_history": [{}]}, "load_history[0].logical_expert_load: is missing"),
+        ({"load_history": [3]}, "load_history[0].logical_expert_load: is missing"),
+        (history([[1, 2], [3]]), "rows of different lengths"),
+        (history([]), "expected numbers [layer][expert]"),
+        (history([[1]], [[1, 2]]), "load_history[1]: has shape (1, 2), the first window (1, 1)"),
+        (history([["a"]]), "expected numbers"),
+        (history([[True]]), "expected numbers"),
+        (history([[None]]), "expected numbers"),
+        (history([[1, -2]]), "[0][1]: is -2"),
+        (history([[1, 0.5]]), "[0][1]: is 0.5"),
+        (history([[1], [float("nan")]]), "[1][0]: is nan"),
+        (history([[float("inf")]]), "[0][0]: is inf"),
+        (history([[2**70]]), "expected numbers"),
+    ],
+)
+def test_load_history_that_is_wrong(tmp_path: Path, value: dict[str, Any] | list[Any], problem: str) -> None:
+    path = tmp_path / "history.json"
+    path.write_text(json.dumps(value))
+    with pytest.raises(TraceError) as caught:
+        read_trace(path, "load-history")
+    assert problem in str(caught.value)
+    text = json.dumps(history([[1, 2]]))
+    for length in range(len(text)):
+        path.write_text(text[:length])
+        with pytest.raises(TraceError, match=r"history\.json: JSON: cannot be parsed"):
+            read_trace(path, "load-history")

@@ -68,6 +68,12 @@ def trtllm(path: Path) -> Path:
     return folder
 
 
+def load_history(path: Path) -> Path:
+    windows = [{"logical_expert_load": [[1, 2, 3], [4, 5, 6]]}, {"logical_expert_load": [[0, 0, 2], [1, 1, 0]]}]
+    (path / "history.json").write_text(json.dumps({"load_history": windows}))
+    return path / "history.json"
+
+
 def servegen(path: Path) -> Path:
     folder = path / "service"
     folder.mkdir()
@@ -83,6 +89,7 @@ COUNTED: dict[str, tuple[Callable[[Path], Path], ...]] = {
     "coterie": (activations, loads, requests),
     "npz": (npz,),
     "trtllm": (trtllm,),
+    "load-history": (load_history,),
     "servegen": (servegen,),
 }
 

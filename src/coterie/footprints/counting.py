@@ -66,6 +66,20 @@ def transitions(expert_ids: Ids, num_experts: int) -> NDArray[np.int64]:
     return out
 
 
+def next_layer_recall(counts: NDArray[np.int64], expert_ids: Ids) -> dict[str, float]:
+    """Return the share of a token's experts in the next layer that are among its top-k guesses.
+
+    A guess by the `transitions` [layer - 1, expert, expert] sums those of the token's experts in this layer.
+    """
+    hits: dict[str, list[float]] = {"transitions": [], "popularity": []}
+    for layer, flows in enumerate(counts.astype(np.float64)):
+        rows = (flows / np.maximum(flows.sum(axis=1, keepdims=True), 1.0))[expert_ids[:, layer]].sum(axis=1)
+        for name, scores in (("transitions", rows), ("popularity", np.broadcast_to(flows.sum(axis=0), rows.shape))):
+            guessed = np.argsort(-scores, axis=1, kind="stable")[:, : expert_ids.shape[2]]
+            hits[name].append(float((guessed[:, :, None] == expert_ids[:, layer + 1, None, :]).any(axis=1).mean()))
+    return {name: float(np.mean(shares)) for name, shares in hits.items()}
+
+
 def _layers(expert_ids: Ids) -> int:
     check(expert_ids.ndim == 3, f"expert_ids has shape {expert_ids.shape}; expected [token, layer, k]")
     return int(expert_ids.shape[1])

@@ -128,6 +128,7 @@ def text_traces(folder: Path) -> list[str]:
         "plain.csv": "arrival_s,prompt_tokens,output_tokens\n" + "1.5,10,2\n" * 4,
         "plain.jsonl": '{"arrival_s": 1.5, "prompt_tokens": 10, "output_tokens": 2}\n' * 4,
         "mooncake.jsonl": '{"timestamp": 30, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}\n' * 4,
+        "history.json": '{"load_history": [{"logical_expert_load": [[1, 2, 3], [4, 5, 6]]}]}',
     }
     for name, text in lines.items():
         (folder / name).write_text(text)

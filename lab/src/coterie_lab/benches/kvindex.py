@@ -86,7 +86,7 @@ def _stored(tokens: NDArray[np.int64], hashes: NDArray[np.uint64], parent: int |
 
 
 def _stream_row(event_blocks: int, blocks: int = 16_384) -> Row:
-    """Time payloads as received, decoding included: events of this many blocks, half as many removals."""
+    """Time payloads as received on one core, decoding included: events of this many blocks, half as many removals."""
     rng = np.random.default_rng(1)
     payloads = []
     for _ in range(blocks // PROMPT_BLOCKS):
@@ -99,11 +99,13 @@ def _stream_row(event_blocks: int, blocks: int = 16_384) -> Row:
             payloads.append(encode_kv_events(KVEvents(0.0, [event])))
         gone = hashes[PROMPT_BLOCKS // 2 :].tolist()
         payloads.append(encode_kv_events(KVEvents(0.0, [BlockRemoved(block_hashes=gone, medium="GPU", group_idx=0)])))
-    follower = Follower(KVDirectory(2, block_size=BLOCK_SIZE, rng=rng))
-    start_s = time.perf_counter()
-    for seq, payload in enumerate(payloads):
-        follower.apply_payload(0, seq, payload)
-    elapsed = time.perf_counter() - start_s
+    elapsed = 0.0
+    for sent in (payloads[-2:], payloads):  # the first time loads the loops
+        follower = Follower(KVDirectory(2, block_size=BLOCK_SIZE, rng=rng))
+        start_s = time.process_time()
+        for seq, payload in enumerate(sent):
+            follower.apply_payload(0, seq, payload)
+        elapsed = time.process_time() - start_s
     return {
         "name": "kv_stream",
         "event_blocks": event_blocks,

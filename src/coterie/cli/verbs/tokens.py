@@ -19,8 +19,9 @@ from coterie.cli.output import (
     print_table,
     print_verdict,
     reporting,
+    shell,
 )
-from coterie.errors import check
+from coterie.errors import check, check_new_file
 
 if TYPE_CHECKING:
     from coterie.traces import ActivationTrace
@@ -29,8 +30,8 @@ HELD_OUT = 0.25
 """Share of the requests held out to score a table; the table in the file is fitted on all requests."""
 FEW = 8
 """Fewest requests with prompt and answer that a score needs."""
-MOST_SCORED = 200
-"""Most requests that are scored."""
+MOST_SCORED, MOST_TOKENS = 200, 20_000
+"""Most requests, and about as many tokens, that are scored."""
 
 
 TITLES = {"token_table": "token table", "popularity": "popularity, the same for all"}
@@ -39,9 +40,17 @@ TITLES = {"token_table": "token table", "popularity": "popularity, the same for 
 def tokens_command(
     trace: Annotated[Path, typer.Argument(help="Activation trace with token ids, in any known format.")],
     output: Annotated[
-        Path,
+        Path | None,
         typer.Option("--output", "-o", help="File to write the table to (.safetensors); an older table is replaced."),
-    ],
+    ] = None,
+    transitions: Annotated[
+        Path | None,
+        typer.Option(
+            "--transitions",
+            help="New .npy file for transitions [layer - 1, expert, expert]: tokens that activate the one expert, and "
+            "the other in the next layer. Needs no token ids.",
+        ),
+    ] = None,
     predictor: Annotated[
         list[str] | None,
         typer.Option(
@@ -58,31 +67,44 @@ def tokens_command(
 ) -> None:
     """Make a token table: the experts each token id activates. vLLM's scheduler takes it as `loads`.
 
-    The table predicts a request's load from its prompt, before the request runs. It is scored on held-out requests.
+    The table predicts a request's load from its prompt, before the request runs. With --transitions, also or only: how
+    a layer's experts lead to the next layer's. Both are scored on held-out requests.
     """
     from coterie.predictors import TokenTable, predictors
 
     for name in predictor or ():
         predictors.check(name)
-    check_output(output, "--output", "a token table", TokenTable.load, [trace])
+    check(output is not None or transitions is not None, "name a file: --output for the table, or --transitions")
+    check(output is not None or not predictor, "--predictor is scored beside the table: name its file with --output")
+    if output is not None:
+        check_output(output, "--output", "a token table", TokenTable.load, [trace])
+    check_new_file(transitions)
+    check(transitions is None or transitions.suffix == ".npy", f"--transitions={transitions} must end in .npy")
     opened = read_activations(trace, from_, model, num_experts)
     check(
-        opened.arrays()[0].token_ids is not None,
+        output is None or opened.arrays()[0].token_ids is not None,
         f"{trace} has no token ids, which a token table needs; coterie record keeps them",
     )
     found: dict[str, Any] = {"trace": str(trace), "model": opened.meta.model, "requests": opened.num_requests}
-    with reporting("Scoring on held-out requests"):
-        found |= _write_table(opened, output, seed, predictor or [])
+    with reporting("Scoring on held-out requests") as report:
+        if transitions is not None:
+            found |= _write_transitions(opened, transitions, seed)
+            found["next"] = shell("coterie", "plan", trace, "--planner", "moetuner")
+        if output is not None:
+            report("Counting tokens", 1, 2)
+            table = _write_table(opened, output, seed, predictor or [])
+            found |= table | {"verdict": " ".join([table["verdict"], *filter(None, [found.get("verdict")])])}
     if json_output:
         print_json(found)
         return
-    if (scored := found["scores"]) is not None:
+    if (scored := found.get("scores")) is not None:
         print_table(
             f"Experts of the answer, predicted from the prompt: {scored['requests']} held-out requests",
             ["predictor", "cosine with the recorded load"],
             [[TITLES.get(name, name), score] for name, score in scored.items() if name != "requests"],
         )
-    print_lines(f"Table: {output} ({found['bytes']:,} bytes)")
+    files = {"Table": output, "Transitions": transitions}
+    print_lines(*(f"{what}: {file} ({file.stat().st_size:,} bytes)" for what, file in files.items() if file))
     print_verdict(found["verdict"], found["next"])
 
 
@@ -106,6 +128,29 @@ def _write_table(opened: ActivationTrace, output: Path, seed: int, others: list[
         "verdict": _verdict(len(table.rows.token_ids), opened.num_requests, scored),
         "next": "vllm serve MODEL --scheduler-cls coterie.engines.vllm.scheduler.ExpertAwareAsyncScheduler "
         f"--additional-config '{json.dumps(settings)}'",
+    }
+
+
+def _write_transitions(opened: ActivationTrace, file: Path, seed: int) -> dict[str, Any]:
+    import numpy as np
+
+    from coterie.footprints.counting import next_layer_recall, transitions
+    from coterie.traces.store import replaced
+
+    tokens, offsets = opened.arrays()
+    requests = np.random.default_rng(seed).permutation(opened.num_requests)
+    held = np.isin(np.repeat(np.arange(len(requests)), np.diff(offsets)), requests[: int(HELD_OUT * len(requests))])
+    fitted, unseen = transitions(tokens.expert_ids[~held], opened.meta.num_experts), np.flatnonzero(held)
+    with replaced(file) as stream:
+        np.save(stream, fitted + transitions(tokens.expert_ids[held], opened.meta.num_experts))
+    if len(requests) < FEW or not len(fitted):
+        return {"transitions": str(file), "verdict": "Transitions: too few requests or layers to score them."}
+    recall = next_layer_recall(fitted, tokens.expert_ids[unseen[:: 1 + len(unseen) // MOST_TOKENS]])
+    return {
+        "transitions": str(file),
+        "next_layer": recall,
+        "verdict": f"From a token's experts in a layer, transitions find {recall['transitions']:.1%} of those in the "
+        f"next by as many guesses; popularity finds {recall['popularity']:.1%}.",
     }
 
 

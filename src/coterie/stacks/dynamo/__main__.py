@@ -7,7 +7,6 @@ The environment is Dynamo's own: ``DYN_DISCOVERY_BACKEND``, ``DYN_REQUEST_PLANE`
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
 import os
 import sys
@@ -50,13 +49,15 @@ def main() -> None:
     try:
         check_installed()
         config = read_settings(given.config)
+        import uvloop  # comes with Dynamo, whose own components use it
+
         from coterie.stacks.dynamo.component import Settings, serve
 
         planes = {
             "discovery": os.environ.get("DYN_DISCOVERY_BACKEND", "etcd"),
             "request": os.environ.get("DYN_REQUEST_PLANE", "tcp"),
         }
-        asyncio.run(serve(Settings(given.decoders, given.endpoint, given.model_path), config, planes))
+        uvloop.run(serve(Settings(given.decoders, given.endpoint, given.model_path), config, planes))
     except CoterieError as error:
         sys.exit(f"error: {error}")
 

@@ -1,4 +1,4 @@
-"""Reader of the expert statistics that TensorRT-LLM writes."""
+"""Readers of expert loads that other systems write: TensorRT-LLM's statistics, and load histories in JSON."""
 
 from __future__ import annotations
 
@@ -12,9 +12,64 @@ from numpy.typing import NDArray
 
 from coterie.errors import TraceError, check_file, check_found, read_json
 from coterie.traces.load import LoadTable
+from coterie.traces.readers._rows import head_of
 from coterie.traces.readers.base import Reader, ReadOptions, readers
 from coterie.traces.segments import MAX_EXPERTS
 from coterie.traces.store import ArrayFile
+
+
+def read_load_history(path: Path, options: ReadOptions) -> LoadTable:
+    """Read the load history of an EPLB experiment: ``{"load_history": [{"logical_expert_load": [layer][expert]}, …]}``.
+
+    Each entry is one window, in order of time. The file names neither the model nor its dense layers, so `layer_ids`
+    is None.
+    """
+    history = read_json(path).get("load_history")
+    if not isinstance(history, list) or not history:
+        raise TraceError(path, "load_history", "must be a list of at least one window")
+    windows = [_window(path, index, entry) for index, entry in enumerate(history)]
+    for index, window in enumerate(windows):
+        check_file(
+            window.shape == windows[0].shape,
+            path,
+            f"load_history[{index}]",
+            f"has shape {window.shape}, the first window {windows[0].shape}",
+        )
+    options.check_experts(path, "logical_expert_load", windows[0].shape[1])
+    return LoadTable(
+        np.stack(windows), model=options.model or "unknown", source={"format": "load-history", "file": path.name}
+    )
+
+
+def _window(path: Path, index: int, entry: Any) -> NDArray[np.uint64]:
+    field = f"load_history[{index}].logical_expert_load"
+    check_file(isinstance(entry, dict) and "logical_expert_load" in entry, path, field, "is missing")
+    try:
+        load = np.array(entry["logical_expert_load"])
+    except (ValueError, OverflowError):
+        raise TraceError(path, field, "has rows of different lengths, expected [layer][expert]") from None
+    check_file(
+        load.ndim == 2 and 0 not in load.shape and load.dtype.kind in "uif",
+        path,
+        field,
+        f"is {load.dtype} {load.shape}, expected numbers [layer][expert]",
+    )
+    whole = (load >= 0) & (load < 2**63) & (load == np.floor(load))  # False for NaN too
+    for layer, expert in np.argwhere(~whole):
+        raise TraceError(path, f"{field}[{layer}][{expert}]", f"is {load[layer, expert]}, expected a count of tokens")
+    return load.astype(np.uint64)
+
+
+def sniff_load_history(path: Path) -> bool:
+    head = head_of(path, 1 << 16)
+    return head.startswith(b"{") and b'"load_history"' in head
+
+
+readers.add(
+    "load-history",
+    Reader(read_load_history, sniff_load_history, "EPLB load history, JSON: tokens per expert in each window"),
+)
+
 
 META = "meta_info.json"
 _RANK = re.compile(r"rank(\d{1,9})\.safetensors")
