@@ -1,6 +1,6 @@
 """Routing behind Dynamo's frontend: Coterie beside Dynamo's power of two and round robin, on the same workers.
 
-    python lab/benchmarks/dynamo_routing.py --rounds 10 --output dynamo.json
+    python examples/dynamo/compare.py --rounds 10 --output dynamo.json
 
 Needs coterie[dynamo] and Dynamo's frontend (docs/stacks/dynamo.md). In every round each contender serves the same
 requests of three domains, in an order that turns from round to round; workers' prefix caches are emptied in between.
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=72, help="requests of a round")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
-    path = Path(__file__).parents[2] / "examples" / "dynamo" / "fleet.py"
+    path = Path(__file__).with_name("fleet.py")
     spec = importlib.util.spec_from_file_location("dynamo_fleet_example", path)
     assert spec is not None
     assert spec.loader is not None
