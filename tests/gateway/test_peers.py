@@ -18,7 +18,7 @@ from books import check_keeper
 from canned_workers import canned_workers, held
 from coterie.errors import ConfigError
 from coterie.gateway.config import GatewayConfig, PeerSettings, WorkerEntry
-from coterie.gateway.exchange.peers import ABSENT_S, GatewayPart, Peers, loads_of, part_of
+from coterie.gateway.exchange.peers import ABSENT_S, GatewayPart, Peers, loads_of, own_part
 from coterie.gateway.exchange.pool import DECODE, Member, Pool
 from coterie.gateway.fleet.keeper import FleetKeeper
 from coterie.gateway.fleet.spec import Made, PoolShape
@@ -100,7 +100,7 @@ def test_a_peer_of_another_shape_is_counted_without_profiles() -> None:
     pool, other = pool_of(("a",), clock), pool_of(("a", "z"), clock)
     for number in range(3):
         other.keeper.route(str(number), Request("", 10), {"z"})
-    part = part_of(other)
+    part = own_part(other)
     assert loads_of(pool, [part]).profiled.tolist() == [3]
     for odd in (
         msgspec.structs.replace(part, experts=EXPERTS + 1),
@@ -159,7 +159,7 @@ def test_a_peer_that_workers_contradict_counts_as_absent() -> None:
     pool.reported(member, WorkerReport(2, 0, 0.0))
     for number in range(3):
         pool.keeper.route(str(number), Request("", 10))
-    half = GatewayPart("honest", {DECODE: part_of(pool)})
+    half = GatewayPart("honest", {DECODE: own_part(pool)})
     lie = replace(half, id="liar", pools={DECODE: replace(half.pools[DECODE], workers={})})
     many = replace(half.pools[DECODE].workers["a"], running=500)
     lie.pools[DECODE].workers["a"] = many

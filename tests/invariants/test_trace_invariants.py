@@ -175,6 +175,14 @@ def servegen(path: Path) -> None:
     (path / "chunk-0-dataset.json").write_text(json.dumps(lengths))
 
 
+def mooncake(path: Path) -> None:
+    path.write_text('{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}\n')
+
+
+def load_history(path: Path) -> None:
+    path.write_text('{"load_history": [{"logical_expert_load": [[1, 2, 3], [4, 5, 6]]}]}')
+
+
 def written(format: str) -> Callable[[Path], None]:
     def write(path: Path) -> None:
         kinds: dict[type, Trace] = {
@@ -192,6 +200,8 @@ SAMPLES: dict[str, Callable[[Path], None]] = {
     "burstgpt": burstgpt,
     "trtllm": trtllm,
     "servegen": servegen,
+    "mooncake": mooncake,
+    "load-history": load_history,
 }
 SAMPLES |= {name: written(name) for name in writers}
 

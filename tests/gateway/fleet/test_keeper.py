@@ -34,7 +34,9 @@ def pool(workers: int = 3, router: str = "join_shortest_queue", places: int = 4)
 
 def state(keeper: FleetKeeper) -> dict[str, Any]:
     """All that a decision may read of the fleet."""
-    return {name: np.copy(value) for name, value in vars(keeper.fleet).items() if name != "_residents"}
+    values = {name: value for name, value in vars(keeper.fleet).items() if name not in ("_residents", "heard")}
+    heard = {f"heard {name}": value for name, value in keeper.fleet.heard._asdict().items()}
+    return {name: np.copy(value) for name, value in (values | heard).items()}
 
 
 @pytest.mark.parametrize("name", sorted(routers))

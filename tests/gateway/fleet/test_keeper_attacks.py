@@ -20,7 +20,10 @@ FOOTPRINTS = draw(4, 1).prefill
 
 def state(keeper: FleetKeeper) -> dict[str, Any]:
     """All that a decision may read of the fleet. The peak of requests is of the past, whatever ended since."""
-    return {name: np.copy(value) for name, value in vars(keeper.fleet).items() if name not in ("_residents", "peak")}
+    kept = ("_residents", "peak", "heard")
+    values = {name: value for name, value in vars(keeper.fleet).items() if name not in kept}
+    heard = {f"heard {name}": value for name, value in keeper.fleet.heard._asdict().items()}
+    return {name: np.copy(value) for name, value in (values | heard).items()}
 
 
 class Broken:

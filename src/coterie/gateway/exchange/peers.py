@@ -68,7 +68,7 @@ class GatewayPart(msgspec.Struct, frozen=True):
     pools: dict[str, PoolPart]
 
 
-def part_of(pool: Pool) -> PoolPart:
+def own_part(pool: Pool) -> PoolPart:
     own = pool.keeper.fleet.own()
     profiled = np.minimum(own.profiled, MOST_PROFILED)
     scale = np.float32(-1) / np.maximum(1, own.profiled)[:, None].astype(np.float32)
@@ -154,7 +154,7 @@ class Peers:
 
     def own(self) -> bytes:
         """Return this gateway's requests, for its peers."""
-        part = GatewayPart(self.id, {name: part_of(pool) for name, pool in self.pools.items()})
+        part = GatewayPart(self.id, {name: own_part(pool) for name, pool in self.pools.items()})
         return msgspec.msgpack.encode(part)
 
     def described(self) -> list[dict[str, Any]]:

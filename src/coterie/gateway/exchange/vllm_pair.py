@@ -119,7 +119,7 @@ class Handoff(NamedTuple):
         return encode_object(decode_body(call.body, params)) if params else call.raw
 
 
-class Refusal(NamedTuple):
+class RefusedPrefill(NamedTuple):
     """A prefill worker's answer that the request itself is at fault."""
 
     status: int
@@ -145,7 +145,7 @@ class VllmPairFlow(Flow):
         started = time.monotonic()
         handoff = await self.prefilled(call, known)
         prefill_s = time.monotonic() - started
-        if isinstance(handoff, Refusal):
+        if isinstance(handoff, RefusedPrefill):
             sink.send(handoff.status, handoff.body, b"", handoff.headers)
             return handoff.outcome(prefill_s)
         if handoff is None:  # no prefill worker answered: the decode worker computes the prompt
@@ -186,7 +186,7 @@ class VllmPairFlow(Flow):
 
     # ------------------------------------------------------------------------------------------------------- prefill
 
-    async def prefilled(self, call: Call, known: KnownPrompt) -> Handoff | Refusal | None:
+    async def prefilled(self, call: Call, known: KnownPrompt) -> Handoff | RefusedPrefill | None:
         """Prefill the prompt. Return the handoff, a refusal to be passed on, or None if no worker answered.
 
         Raises HttpError for a request that every decode worker would refuse. After a handoff, its KV must be fetched or
@@ -207,7 +207,7 @@ class VllmPairFlow(Flow):
                 if 400 <= status < 500 and not may_retry(status):  # the request itself is at fault
                     ok = True
                     headers = head_of(answer, (REQUEST_ID, call.id.encode()))
-                    return Refusal(status, data, headers, sent.member.entry.id, sent.choice.decision)
+                    return RefusedPrefill(status, data, headers, sent.member.entry.id, sent.choice.decision)
                 if status == 200:
                     handoff = self._read(sent.member, data)
                     ok = True

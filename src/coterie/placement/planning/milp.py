@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Event
+from threading import Event, Thread
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -96,17 +96,25 @@ def minimise(
         if ending.is_set():
             event.interrupt()
 
-    ending = Event()
+    ending, ended, failures = Event(), Event(), list[BaseException]()
+
+    def work() -> None:
+        try:
+            solver.run()
+        finally:
+            ended.set()
+
     solver.cbMipInterrupt.subscribe(note)
-    solver.startSolve()  # in a thread: Ctrl-C goes to the main thread, which would not react to it inside HiGHS
-    try:
-        while not solver.wait(TELL_EVERY_S)[0]:
-            if perf_counter() - began > time_limit_s or not tell(*reached):  # HiGHS looks at its limit too rarely
-                ending.set()
-    except BaseException:
-        ending.set()
-        solver.wait()
-        raise
+    Thread(target=work, name="highs").start()  # Ctrl-C goes to the main thread, which would not react inside HiGHS
+    while not ended.is_set():  # whatever happens here: HiGHS must have ended before its objects go
+        try:
+            if not ended.wait(TELL_EVERY_S) and (perf_counter() - began > time_limit_s or not tell(*reached)):
+                ending.set()  # HiGHS looks at its limit too rarely
+        except BaseException as error:
+            failures.append(error)
+            ending.set()
+    if failures:
+        raise failures[0]
     info = solver.getInfo()
     feasible = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     return Solution(np.array(solver.getSolution().col_value) if feasible else None, float(info.mip_dual_bound))

@@ -51,13 +51,13 @@ def main() -> None:
         config = read_settings(given.config)
         import uvloop  # comes with Dynamo, whose own components use it
 
-        from coterie.stacks.dynamo.component import Settings, serve
+        from coterie.stacks.dynamo.component import Settings, serve_component
 
         planes = {
             "discovery": os.environ.get("DYN_DISCOVERY_BACKEND", "etcd"),
             "request": os.environ.get("DYN_REQUEST_PLANE", "tcp"),
         }
-        uvloop.run(serve(Settings(given.decoders, given.endpoint, given.model_path), config, planes))
+        uvloop.run(serve_component(Settings(given.decoders, given.endpoint, given.model_path), config, planes))
     except CoterieError as error:
         sys.exit(f"error: {error}")
 

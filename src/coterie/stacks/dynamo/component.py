@@ -232,7 +232,7 @@ class Component:
         return cached
 
 
-async def serve(settings: Settings, config: GatewayConfig, planes: dict[str, str]) -> None:
+async def serve_component(settings: Settings, config: GatewayConfig, planes: dict[str, str]) -> None:
     """Serve until SIGTERM or SIGINT; running requests finish first."""
     loop = asyncio.get_running_loop()
     runtime = DistributedRuntime(loop, planes["discovery"], planes["request"])

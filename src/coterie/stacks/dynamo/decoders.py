@@ -26,7 +26,7 @@ PLACES = 16
 PARAMS = "kv_transfer_params"
 
 
-class Known(NamedTuple):
+class DecodeRequest(NamedTuple):
     """A request of the frontend: as it is passed on, and its routing signals."""
 
     passed: dict[str, Any]
@@ -104,7 +104,7 @@ class Decoders:
 
     # ------------------------------------------------------------------------------------------------------- requests
 
-    def read(self, request: Mapping[str, Any]) -> Known:
+    def read(self, request: Mapping[str, Any]) -> DecodeRequest:
         """Read a request of the frontend. The footprint is the prefill's; without one it is predicted."""
         ids, result = request["token_ids"], request.get("prefill_result") or {}
         handed = result.get("disaggregated_params") or {}
@@ -123,9 +123,11 @@ class Decoders:
         kept, passed = without_footprint(params), dict(request)
         if len(kept) < len(params):
             passed["prefill_result"] = {**result, "disaggregated_params": {**handed, PARAMS: kept}}
-        return Known(passed, ids, counts, bool(kept))
+        return DecodeRequest(passed, ids, counts, bool(kept))
 
-    def choose(self, key: str, known: Known, cached: Mapping[str, int] | None, tried: Collection[str] = ()) -> Choice:
+    def choose(
+        self, key: str, known: DecodeRequest, cached: Mapping[str, int] | None, tried: Collection[str] = ()
+    ) -> Choice:
         """Choose an instance and admit the request to it. Raises UnavailableError if there is none.
 
         `cached` are the leading tokens of the prompt that instances hold, by id; None if unknown.

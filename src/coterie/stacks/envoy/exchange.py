@@ -25,7 +25,7 @@ from coterie.gateway.exchange.knowledge import NOTHING, KnownPrompt
 from coterie.gateway.exchange.observing import CLIENT_GONE
 from coterie.gateway.exchange.pool import DECODE, PREFILL, Member, Pool, Sent
 from coterie.gateway.exchange.relay import USAGE, usage_in, usage_of
-from coterie.gateway.exchange.vllm_pair import Handoff, Refusal, VllmPairFlow
+from coterie.gateway.exchange.vllm_pair import Handoff, RefusedPrefill, VllmPairFlow
 from coterie.gateway.fleet.waiting import Refused
 from coterie.gateway.gateway import DOMAIN_HEADER, DRAINING, REFUSALS, Gateway
 from coterie.net.http1 import Headers, HttpError, is_event_stream
@@ -33,12 +33,12 @@ from coterie.net.http1.messages import check_http, split_target
 from coterie.stacks.envoy.messages import (
     SUBSET,
     body_replies,
+    endpoints_in,
     pairs,
     plain_reply,
     refusal,
     route_to,
     served_by,
-    split,
     subset_of,
 )
 from coterie.wire.footprints import WireFootprint
@@ -86,7 +86,7 @@ _COORDINATED = msgspec.json.Decoder(_Coordinated)
 class PrefillRefused(HttpError):
     """A prefill worker's refusal, which is passed on as it is."""
 
-    def __init__(self, refusal: Refusal) -> None:
+    def __init__(self, refusal: RefusedPrefill) -> None:
         super().__init__(refusal.status, "the prefill worker refused the request")
         self._body = refusal.body
 
@@ -170,7 +170,7 @@ class Exchange:
             return False
         self.headers, self.subset = dict(pairs(part)), subset_of(message)
         if self.subset is None and SUBSET.encode() in self.headers:
-            self.subset = split(self.headers[SUBSET.encode()].decode("latin-1"))
+            self.subset = endpoints_in(self.headers[SUBSET.encode()].decode("latin-1"))
         check_http(not self.gateway.draining, 503, DRAINING)
         self.path, _ = split_target(self.headers.get(b":path", b""))
         if self.path in COMPLETING and not part.end_of_stream:
@@ -274,7 +274,7 @@ class Exchange:
         assert isinstance(flow, VllmPairFlow)
         self._eligible(self.pool)  # no prefill without a decode worker
         handoff = await flow.prefilled(call, self.known)
-        if isinstance(handoff, Refusal):
+        if isinstance(handoff, RefusedPrefill):
             raise PrefillRefused(handoff)
         if handoff is not None:
             self.handoff, self.footprint, self.prefilled = handoff, handoff.footprint, True

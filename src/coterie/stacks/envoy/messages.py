@@ -105,11 +105,11 @@ def subset_of(message: Any) -> frozenset[str] | None:
     for entry in message.metadata_context.filter_metadata:
         if entry.key == HINT and SUBSET in entry.value.fields:
             value = entry.value.fields[SUBSET]
-            return frozenset(item.string_value for item in value.list_value.values) or split(value.string_value)
+            return frozenset(item.string_value for item in value.list_value.values) or endpoints_in(value.string_value)
     return None
 
 
-def split(endpoints: str) -> frozenset[str]:
+def endpoints_in(endpoints: str) -> frozenset[str]:
     """Return the endpoints in a list separated by commas."""
     return frozenset(filter(None, (part.strip() for part in endpoints.split(","))))
 

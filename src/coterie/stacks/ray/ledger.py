@@ -28,7 +28,7 @@ from coterie.wire.footprints import read_footprint, without_footprint
 PARAMS = "kv_transfer_params"
 
 
-class Known(NamedTuple):
+class ReplicaCall(NamedTuple):
     """A request as the router sees it."""
 
     request: Request
@@ -36,16 +36,16 @@ class Known(NamedTuple):
     """Source of the footprint: "answer" of the prefill, "none", or "refused" if it is damaged."""
 
 
-def read_request(arguments: Iterable[Any]) -> Known:
+def read_request(arguments: Iterable[Any]) -> ReplicaCall:
     """Read the first argument of a call that has ``kv_transfer_params``, as a key of a body or as an attribute."""
     found = (one.get(PARAMS) if isinstance(one, Mapping) else getattr(one, PARAMS, None) for one in arguments)
     params = next((one for one in found if isinstance(one, Mapping)), {})
     footprint, problem = read_footprint(params)
     wanted = Request(prefilled=bool(without_footprint(params)))
     if footprint is None:
-        return Known(wanted, "none" if problem is None else "refused")
+        return ReplicaCall(wanted, "none" if problem is None else "refused")
     wanted = wanted._replace(prompt_tokens=footprint.tokens + footprint.missing, footprint=footprint.counts)
-    return Known(wanted, "answer")
+    return ReplicaCall(wanted, "answer")
 
 
 _LEDGERS: WeakValueDictionary[str, ReplicaLedger] = WeakValueDictionary()
@@ -100,7 +100,7 @@ class ReplicaLedger:
     def choose(self, attempt: str, wanted: Request, tried: Collection[str] = ()) -> tuple[Choice, list[str]]:
         """Choose a replica for an attempt and admit it there; return the choice and all replicas, the best first.
 
-        A replica in `tried` has failed the request. Asked again, the choice stays, unless its replica has left.
+        A replica in `tried` has failed the request. ReplicaCall again, the choice stays, unless its replica has left.
         """
         keeper, known = self.keeper, self.keeper.requests.get(attempt)
         self._wanted[attempt] = wanted
