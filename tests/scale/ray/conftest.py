@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,23 @@ from coterie.net.processes import free_port
 from ray_apps import Serving
 
 ROOT = Path(__file__).parents[3]
+
+
+STARTS = 10
+"""Ray gives its node 30 s to start, whatever the machine is doing, and has no setting for it."""
+
+
+def start_ray(init: Callable[..., object], shutdown: Callable[[], None], folder: str) -> None:
+    for left in reversed(range(STARTS)):
+        try:
+            # More processors than there are: actors wait for them, and these do little at a time.
+            init(num_cpus=8, include_dashboard=False, object_store_memory=200_000_000, _temp_dir=folder)
+        except Exception as error:
+            shutdown()
+            if not left or "timed out during startup" not in str(error):
+                raise
+        else:
+            return
 
 
 @pytest.fixture(scope="session")
@@ -40,8 +57,7 @@ def serving() -> Iterator[Serving]:
         import ray
         from ray import serve
 
-        # More processors than there are: actors wait for them, and these do little at a time.
-        ray.init(num_cpus=8, include_dashboard=False, object_store_memory=200_000_000, _temp_dir=folder)
+        start_ray(ray.init, ray.shutdown, folder)
         port = free_port()
         serve.start(http_options={"port": port})
         running = Serving(port)
