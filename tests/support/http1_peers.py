@@ -26,7 +26,7 @@ from coterie.net.http1 import (
 from coterie.net.http1.server import CheckHead
 
 T = TypeVar("T")
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 """No verdict depends on it: it ends a test that hangs."""
 Run = Callable[[Coroutine[Any, Any, None]], None]
 

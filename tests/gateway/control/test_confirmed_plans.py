@@ -132,7 +132,7 @@ def test_another_map_than_the_written_one_is_reported_and_advice_goes_on_from_it
         assert "worker 'b' reports another map, version 3: layers 0, 1 on ranks 0, 1 differ" in event["reason"]
         ignored = [event["reason"] for event in await group.events("ignored")]
         assert "map 2 of worker 'b': (2, 16, 1) layers, experts and ranks, expected (2, 16, 2)" in ignored
-        assert "was not taken" in group.found.said.getvalue()
+        await until(lambda: "was not taken" in group.found.said.getvalue())
         group.publishers[0].publish(event_of(OTHER, 2))
         await group.events("plan_written", 2)
         again = read_map(group.map, num_ranks=RANKS).placement
