@@ -4,23 +4,22 @@
 
 Needs coterie[dynamo] and Dynamo's frontend (docs/stacks/dynamo.md). In every round each contender serves the same
 requests of three domains, in an order that turns from round to round; workers' prefix caches are emptied in between.
-Distinct experts are compared at equal rows (``coterie load`` does so too), requests a second by their ratio. Both are
-means over rounds with a 95% interval (Student's t).
+Distinct experts are compared at equal rows, requests a second by their ratio. Both are means over rounds with a 95%
+interval (Student's t).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 import json
 import math
-import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from fleet import run_fleet  # type: ignore[import-not-found]
 from scipy.stats import t
 
 from coterie.answers.demo.run import DOMAINS
@@ -128,14 +127,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=72, help="requests of a round")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
-    path = Path(__file__).with_name("fleet.py")
-    spec = importlib.util.spec_from_file_location("dynamo_fleet_example", path)
-    assert spec is not None
-    assert spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = example
-    spec.loader.exec_module(example)
-    with example.run_fleet(compare=True) as fleet:
+    with run_fleet(compare=True) as fleet:
         asyncio.run(measure(fleet, given.rounds, given.requests, given.output))
 
 

@@ -1,7 +1,6 @@
 """Dynamo's stock frontend on this machine: one prefill and three decode workers, requests routed by Coterie.
 
-    python examples/dynamo/fleet.py            # Ctrl-C ends it
-    python examples/dynamo/fleet.py --compare  # also frontends that route by round robin and power of two
+    python examples/dynamo/fleet.py  # Ctrl-C ends it
 
 Processes find each other by a folder (no etcd), and talk over TCP and ZMQ (no NATS), on the loopback address.
 """
@@ -19,11 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.request import urlopen
 
-from coterie.answers.demo.run import DOMAINS
 from coterie.errors import check
 from coterie.gateway.embedded import OURS, tiny_fit_path
 from coterie.net.processes import START_S, ServerProcess, free_port, temporary_folder
-from coterie.prompts import load_prompts
 
 FRONT, DECODERS = "coterie", "decoders"
 """Namespaces: the frontend watches the first, so that it does not see the decode workers in the second."""
@@ -110,21 +107,10 @@ def wait_for_model(url: str, timeout_s: float = START_S) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--router", default=OURS, help="router of the decode workers, such as join_shortest_queue")
-    parser.add_argument("--compare", action="store_true", help="start frontends with Dynamo's own routers, too")
     given = parser.parse_args()
-    with run_fleet(given.router, compare=given.compare) as fleet:
+    with run_fleet(given.router) as fleet:
         print(f"Serving at {fleet.url}, routed by {given.router}; metrics at {fleet.component.url}/metrics")
-        steps = " ".join(f"--expert-steps {worker.url}" for worker in fleet.decoders)
-        others = " ".join(f"--compare {url}" for url in [fleet.url, *list(fleet.plain.values())[:-1]])
-        if fleet.plain:
-            print(*(f"{mode}: {url}" for mode, url in fleet.plain.items()), sep="\n")
-            prompts = fleet.folder / "prompts.jsonl"
-            chosen = [one for one in load_prompts() if one.domain in DOMAINS]  # as in coterie demo
-            prompts.write_text(
-                "".join(json.dumps({"prompt": one.prompt, "domain": one.domain}) + "\n" for one in chosen)
-            )
-            options = "--requests 144 --concurrency 18 --max-tokens 32 --blocks 6 --ignore-eos"
-            print(f"Next: coterie load {fleet.plain[MODES[-1]]} {others} {steps} --prompts {prompts} {options}")
+        print(f"Next: coterie load {fleet.url} --ignore-eos")
         with contextlib.suppress(KeyboardInterrupt):
             threading.Event().wait()
 

@@ -115,8 +115,7 @@ def test_a_state_that_cannot_be_used_is_set_aside(text: bytes, tmp_path: Path) -
                 assert (await found.client.complete()).status == 200
                 assert (tmp_path / "state.json.damaged-1").read_bytes() == text
                 await ask(found, "POST", "/workers", entry(b))
-                found.running.parts.log.close()
-                said = [one for one in found.said.getvalue().splitlines() if '"warning"' in one]
+                said = [line for line in found.logged().splitlines() if '"warning"' in line]
                 warnings = [one for one in said if "tokenizer" not in one]
                 assert len(warnings) == 1
                 assert "damaged-1" in warnings[0]

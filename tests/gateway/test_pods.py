@@ -59,8 +59,7 @@ def test_pods_join_and_leave() -> None:
                 before = len(api.asked)
                 await until(lambda: len(api.asked) > before + 3)
                 assert roles() == {"b": "prefill", "d": "decode"}
-                parts.log.close()
-                assert found.said.getvalue().count("pods cannot be listed") == 1
+                assert found.logged().count("pods cannot be listed") == 1
 
     run(test)
 

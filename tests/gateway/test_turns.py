@@ -95,9 +95,9 @@ def test_a_worse_router_is_found_and_left() -> None:
                 served = dict(time.served)
                 await serve(found, time, 700.0)
                 assert time.served["fast"] > served["fast"], "the shortest queue routes"
-                found.running.parts.log.close()
-                assert "TPOT was" in found.said.getvalue()
-                assert "the shortest queue routes" in found.said.getvalue()
+                logged = found.logged()
+                assert "TPOT was" in logged
+                assert "the shortest queue routes" in logged
                 told = (await found.client.ask("GET", "/switchback")).json["switchback"]
                 assert (told["state"], told["changes"]["tpot"]["low"]) == ("left", tpot.low)
                 assert found.metrics["coterie_gateway_switchback_left"] == 1

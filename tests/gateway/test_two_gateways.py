@@ -75,9 +75,7 @@ def test_two_gateways_lose_hardly_any_of_the_saving() -> None:
         lost = {change.statistic: change.pct for change in changes(one, two)}
         for name, pct in lost.items():
             logging.getLogger(__name__).info("%s: %s", name, [round(end or 0.0, 2) for end in pct])
-        logging.getLogger(__name__).info(
-            "peers came and went: %s", [one.said.getvalue().count("peer ") for one in found]
-        )
+        logging.getLogger(__name__).info("peers came and went: %s", [one.logged().count("peer ") for one in found])
         assert lost["experts"].high is not None
         assert lost["experts"].high <= MOST_LOST_PCT
 

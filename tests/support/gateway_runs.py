@@ -69,7 +69,7 @@ class Run(NamedTuple):
     running: RunningGateway
     client: Client
     said: io.StringIO
-    """What was logged."""
+    """What the log's thread has written so far."""
 
     @property
     def port(self) -> int:
@@ -79,6 +79,11 @@ class Run(NamedTuple):
         """Workers that may be chosen."""
         found = self.running.parts.pools[pool]
         return {name for name in found.members if found.keeper.members[name].open}
+
+    def logged(self) -> str:
+        """Return all that was logged: a thread writes it. Nothing is logged from then on."""
+        self.running.parts.log.close(PATIENCE_S)
+        return self.said.getvalue()
 
     @property
     def metrics(self) -> dict[str, float]:

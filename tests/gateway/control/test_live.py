@@ -155,7 +155,7 @@ async def drifting(tmp_path: Path) -> None:
             stop.set()
             assert set(await asking) == {200}, "no request noticed"
             folder = control.folder
-        assert "refit_taken" in run.said.getvalue()
+        assert "refit_taken" in run.logged()
         assert not folder.exists()
 
 

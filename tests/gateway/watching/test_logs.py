@@ -127,7 +127,7 @@ def test_close_gives_up_and_a_closed_log_takes_nothing() -> None:
     log.warning("first")
     log.close(timeout_s=0.01)
     log.warning("late")
-    log.close()
+    log.close(timeout_s=0.01)
     assert log.lost == 1
     stream.let_go.set()
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import runpy
 import signal
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -46,13 +46,8 @@ class Fleet(Protocol):
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    spec = importlib.util.spec_from_file_location("dynamo_fleet_example", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = example
-    spec.loader.exec_module(example)
-    with cast(AbstractContextManager[Fleet], example.run_fleet()) as running:
+    run_fleet: Callable[[], AbstractContextManager[Fleet]] = runpy.run_path(str(EXAMPLE))["run_fleet"]
+    with run_fleet() as running:
         yield running
 
 

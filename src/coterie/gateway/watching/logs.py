@@ -125,8 +125,8 @@ class Log:
         if not self._closed:
             self._closed = True
             self._waiting.put(None)
-            if self._writer is not None:
-                self._writer.join(timeout_s)
+        if self._writer is not None:
+            self._writer.join(timeout_s)
 
     def _put(self, name: str, **fields: Any) -> None:
         if self._closed or self._waiting.qsize() >= self._most:
