@@ -31,7 +31,7 @@ import os, signal, time
 from coterie_lab.suites.running import in_parallel
 
 def work(item):
-    print(item, flush=True)
+    os.write(1, f"{item}\\n".encode())  # in one piece: lines of both processes go to one pipe
     time.sleep(900)
 
 if __name__ == "__main__":

@@ -102,11 +102,12 @@ class Admin:
             _send(responder, {"advice": advice, "measured": self.parts.plan_measured()})
 
     async def _requests(self, _: HttpRequest, responder: Responder, __: str) -> None:
-        """Send the config, and the requests that the control loop keeps, or the reason for none."""
+        """Send the config, the workers, and the requests that the control loop keeps, or the reason for none."""
         loop, config = self.parts.control, self.parts.changes.over(self.parts.config)
         kept = b"" if loop is None else await loop.kept()
         why = "the control loop is off" if loop is None else loop.problem or "no request with its experts was seen"
-        _send(responder, {"config": config, "kept": msgspec.Raw(kept or b"null"), "reason": "" if kept else why})
+        known = {"config": config, "workers": self.parts.entries(), "reason": "" if kept else why}
+        _send(responder, {**known, "kept": msgspec.Raw(kept or b"null")})
 
     def _workers(self, _: HttpRequest, responder: Responder, __: str) -> None:
         workers: list[dict[str, Any]] = [

@@ -73,6 +73,8 @@ class GatewayParts:
         self.pools = {DECODE: Pool(DECODE, FleetKeeper(config.decode))}
         if config.handshake != "none":
             self.pools[PREFILL] = Pool(PREFILL, FleetKeeper(config.prefill))
+        self.pods: dict[str, WorkerEntry] = {}
+        """Workers that are pods, by id; a reload leaves them as they are."""
         self.peers = Peers(config.peers, self.pools, self.log.warning)
         self.knowledge = Knowledge(config, list(self.pools), self.access.secret)
         # Prefill workers first: their event loops stream no answers.
@@ -315,7 +317,7 @@ class GatewayParts:
         for pool in self.pools.values():
             for member in pool.members.values():
                 member.configure(config)
-        wanted = {entry.id: entry for entry in config.workers}
+        wanted = self.pods | {entry.id: entry for entry in config.workers}
         for entry in self.entries():
             if wanted.get(entry.id) != entry:
                 self.remove_worker(entry.id)
