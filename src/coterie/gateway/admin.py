@@ -16,14 +16,13 @@ from coterie.gateway.fleet.spec import RouterSpec, check_spec
 from coterie.gateway.page.serving import Live
 from coterie.gateway.parts import GatewayParts
 from coterie.gateway.saved import SavedState
-from coterie.gateway.watching.comparison import Comparison
 from coterie.gateway.watching.metrics import CONTENT_TYPE
 from coterie.net.http1.messages import HttpError, HttpRequest, check_http
 from coterie.net.http1.responder import Responder
 
 KNOWN = (
     "/v1/chat/completions, /v1/completions, /v1/embeddings, /v1/models, /health, /metrics, /decisions, /advice, "
-    "/requests, /workers, /peers, /routers, /reload, /comparison, /switchback, /live"
+    "/requests, /workers, /peers, /routers, /reload, /switchback, /live"
 )
 MOST_DECISIONS = 10_000
 
@@ -51,10 +50,6 @@ class Admin:
             if name
             else {"GET": lambda _, to, __: _send(to, {name: pool.spec for name, pool in self.parts.pools.items()})},
             "reload": {"POST": self._reloaded},
-            "comparison": {
-                "GET": lambda _, to, __: _send(to, {"comparison": self.parts.comparison}),
-                "PUT": self._set_comparison,
-            },
             "switchback": {"GET": lambda _, to, __: _send(to, {"switchback": self.parts.described_switchback()})},
             "peers": {"GET": lambda _, to, __: to.send(200, self.parts.peers.own(), b"application/msgpack")},
             "live": {"GET": lambda request, to, _: self._live.stream(request, to)},
@@ -166,11 +161,6 @@ class Admin:
         changes = self.parts.changes
         self._keep(msgspec.structs.replace(changes, routers={**changes.routers, name: self.parts.as_configured(spec)}))
         _send(responder, {"pool": name, "router": spec.router})
-
-    def _set_comparison(self, request: HttpRequest, responder: Responder, _: str) -> None:
-        """Store the comparison of routers that the dashboard shows, until the next PUT."""
-        self.parts.comparison = _read(request, Comparison)
-        _send(responder, {"rows": len(self.parts.comparison.rows)})
 
     def _keep(self, changes: SavedState) -> None:
         try:

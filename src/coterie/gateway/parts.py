@@ -29,7 +29,6 @@ from coterie.gateway.fleet.spec import RouterSpec
 from coterie.gateway.fleet.waiting import WaitingLine
 from coterie.gateway.saved import SavedState, save_state
 from coterie.gateway.signals.worker_metrics import ReportError
-from coterie.gateway.watching.comparison import Comparison
 from coterie.gateway.watching.decisions import Decisions
 from coterie.gateway.watching.logs import Log
 from coterie.gateway.watching.metrics import BREAKER_STATES, Counter, Gauge, Metrics, Read
@@ -87,8 +86,6 @@ class GatewayParts:
         if config.handshake != "none":
             pair = VllmPairFlow if config.handshake == "vllm" else SglangPairFlow
             self.flow = pair(self.pools[PREFILL], self.pools[DECODE], config, self.knowledge, self.watcher)
-        self.comparison: Comparison | None = None
-        """Comparison of routers that the dashboard shows, complete or not; None if none was sent."""
         self.control: LiveControl | None = None
         """The loop that re-fits the decode router; None if it is off."""
         self.switchback: Switchback | None = None
