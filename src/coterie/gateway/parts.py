@@ -107,7 +107,6 @@ class GatewayParts:
             self.add_worker(entry)
         self._started = True
         self._refresh_control()
-        self.peers.start()
         self._turning = asyncio.create_task(self._take_turns(), name="switchback")
 
     async def close(self) -> None:
