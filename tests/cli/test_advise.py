@@ -102,5 +102,5 @@ def test_what_cannot_be_advised_on_is_refused(run: Run, traffics: Path, tmp_path
     refused(run("advise", traffics / "only routing", "--out", tmp_path))
     fleet = tmp_path / "fleet.yaml"
     fleet.write_text("workers: []")
-    refused(run("advise", traffics / "only routing", "--fleet", fleet))
+    refused(run("advise", traffics / "only routing", "--fleet", fleet), "no worker that decodes")
     refused(run("advise", traffics / "only routing", "--ranks", 5))

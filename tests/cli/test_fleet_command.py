@@ -102,6 +102,12 @@ def test_a_strangers_file_is_not_replaced(run: Run, folder: Path, tmp_path: Path
         (("--arrivals", "never"), "must be closed, trace, or a file of requests"),
         (("--decoders", "0"), "greater than or equal to 1"),
         (("--fitted", "nothing.safetensors"), "does not exist"),
+        (("--exchange", "1"), "need --gateways of at least 2"),
+        (("--told", "counts"), "need --gateways of at least 2"),
+        (("--gateways", "65"), "less than or equal to 64"),
+        (("--gateways", "2", "--exchange", "inf"), "less than or equal to 86400"),
+        (("--gateways", "2", "--exchange", "1e-310"), "must be 0 or at least 1e-06"),
+        (("--gateways", "2", "--told", "all"), "told='all' must be one of profiles, counts"),
     ],
 )
 def test_bad_settings_are_one_line(run: Run, folder: Path, arguments: tuple[str, ...], said: str) -> None:
@@ -120,6 +126,13 @@ def test_requests_arrive_by_a_clock(run: Run, folder: Path, arguments: tuple[str
     assert all(row["ttft_p50_ms"] > 0 for row in fleet["rows"])
     assert 0 < fleet["in_flight"] < 100
     assert found["arrivals"] != "closed loop"
+
+
+def test_several_gateways_are_said(run: Run, folder: Path) -> None:
+    several = ("--gateways", 3, "--exchange", 0.5, "--told", "counts", "--router", "latency_aware", "--splits", 1)
+    found = answer(run, folder, *SMALL, *several)
+    assert found["gateways"] == {"count": 3, "every_s": 0.5, "told": "counts", "seed": 0}
+    assert "3 gateways (counts each 0.5 s)" in run("fleet", folder, *SMALL, *several).out
 
 
 def test_overload_is_said(trace: ActivationTrace) -> None:

@@ -19,7 +19,7 @@ from coterie.gateway.serve import RunningGateway, check_config
 from gateway_runs import Run, config_of, gateway, idle, run
 from http1_peers import Raw
 
-ADMIN_PATHS = ("/metrics", "/decisions", "/workers", "/routers", "/comparison")
+ADMIN_PATHS = ("/metrics", "/decisions", "/workers", "/routers", "/switchback")
 BODY = {"model": "canned", "prompt": "Hello"}
 
 

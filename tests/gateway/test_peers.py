@@ -59,8 +59,8 @@ def pool_of(workers: tuple[str, ...], clock: Clock, source: Any = made) -> Pool:
     return pool
 
 
-def peers_of(pool: Pool, clock: Clock, *names: str) -> Peers:
-    said: list[str] = []
+def peers_of(pool: Pool, clock: Clock, *names: str, said: list[str] | None = None) -> Peers:
+    said = [] if said is None else said
     urls = [f"http://{name}:1" for name in names]
     return Peers(PeerSettings(urls=urls), {DECODE: pool}, said.append, clock)
 
@@ -141,7 +141,7 @@ def test_what_a_peer_says_is_bounded() -> None:
         peers.heard(peer, 200, body)
         assert peer.error
     peers.heard(peer, 401, peers.own())
-    assert peer.error == "HTTP 401"
+    assert peer.error.startswith("HTTP 401: ")
     assert say(profiled=5, logs=b"\xff\xff" * EXPERTS) == "", "as certain as can be"
     assert np.isfinite(pool.keeper.fleet.distinct).all()
     clock.now += ABSENT_S + 0.1
@@ -177,6 +177,25 @@ def test_a_peer_that_workers_contradict_counts_as_absent() -> None:
     assert pool.keeper.fleet.heard.running.sum() == 3, "the honest peer's alone"
     lie.pools[DECODE].workers["a"] = replace(many, running=2)
     assert hear(0.5) == [True, True]
+
+
+def test_coming_and_going_is_logged_once_and_a_peer_that_never_comes_too() -> None:
+    clock, said = Clock(), list[str]()
+    pool = pool_of(("a",), clock)
+    peers = peers_of(pool, clock, "never", "other", said=said)
+    never, other = peers.peers
+    answer = msgspec.msgpack.encode(GatewayPart("x", {DECODE: own_part(pool)}))
+    peers.heard(other, 200, answer)
+    peers.count()
+    assert [line.split()[1:4] for line in said] == [["http://other:1", "is", "present"]], "the other is not asked yet"
+    for status in (404, 200):
+        peers.heard(never, status, b"<html>")
+        peers.count()
+    assert [line.split()[1:4] for line in said[1:]] == [["http://never:1", "is", "absent:"]]
+    clock.now += ABSENT_S + 0.1
+    peers.count()
+    peers.count()
+    assert [line.split()[1:4] for line in said[2:]] == [["http://other:1", "is", "absent:"]]
 
 
 def test_peers_are_named_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -53,15 +54,54 @@ def test_pods_join_and_leave() -> None:
                 await until(lambda: roles() == {"a": "decode", "b": "prefill", "c": "both"})
                 assert parts.entries()[0].url == f"http://127.0.0.1:{port}"
                 assert api.asked[-1].path == "/api/v1/namespaces/ns/pods"
+                told = (await found.client.ask("GET", "/requests")).json["workers"]
+                assert [entry["id"] for entry in told] == ["a", "c", "b"], "coterie advise sees them"
                 pods[:] = [pod("b", "prefill"), pod("d")]
                 await until(lambda: roles() == {"b": "prefill", "d": "decode"})
                 status = 403
                 before = len(api.asked)
                 await until(lambda: len(api.asked) > before + 3)
                 assert roles() == {"b": "prefill", "d": "decode"}
-                assert found.logged().count("pods cannot be listed") == 1
+                assert found.logged().count('"pods: HTTP 403') == 1
 
     run(test)
+
+
+def test_a_pod_that_cannot_join_keeps_no_other_from_it_and_a_reload_none_from_staying(tmp_path: Path) -> None:
+    async def test() -> None:
+        answers = [msgspec.json.encode({"items": [pod("p", "prefill"), pod("a")]})]
+
+        async def lists(_: Canned, __: HttpRequest, responder: Responder) -> None:
+            responder.send(200, answers[-1])
+
+        async with canned_workers("api", "w", api=lists) as (api, worker):
+            port = int(worker.url.rpartition(":")[2])
+            section = PodSection(selector="app=vllm", port=port, namespace="ns", api=api.url, every_s=0.001)
+            config, path = config_of([], pods=section), tmp_path / "gateway.yaml"
+            path.write_bytes(msgspec.json.encode(config))
+            async with gateway(config, path) as found:
+                await until(lambda: found.open("decode") == {"a"})
+                joined = found.running.parts.pools["decode"].members["a"]
+                answers.append(b'{"items": [{"metadata": {"name": "\xff"}, "status": {}}]}')
+                before = len(api.asked)
+                await until(lambda: len(api.asked) > before + 3)
+                await found.running.reload()
+                assert found.running.parts.pools["decode"].members == {"a": joined}
+                answers.append(msgspec.json.encode({"items": []}))
+                await until(lambda: not found.running.parts.entries())
+                logged = found.logged()
+                assert "handshake" in logged
+                assert "utf-8" in logged
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"selector": " "}, {"port": 70_000}, {"kv_events_port": 0}, {"api": "host:1"}, {"every_s": 0.0}]
+)
+def test_settings_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        PodSection(**{"selector": "app=vllm", **wrong})
 
 
 def test_outside_of_a_cluster_the_api_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:

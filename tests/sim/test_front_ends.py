@@ -157,7 +157,7 @@ def test_what_cannot_be_simulated_is_named() -> None:
             ConfigError, match=r"front_ends\.count=2 must be 1 where workers do both, or with kv_tokens"
         ):
             replace(refused, front_ends=FrontEnds(2))
-    wrong: tuple[dict[str, Any], ...] = ({"count": 0}, {"every_s": -1.0}, {"told": "all"})
+    wrong: tuple[dict[str, Any], ...] = ({"count": 0}, {"every_s": -1.0}, {"every_s": 1e-310}, {"told": "all"})
     for given_ in wrong:
         with pytest.raises(ConfigError):
             FrontEnds(**given_)

@@ -16,14 +16,13 @@ from coterie.gateway.fleet.spec import RouterSpec, check_spec
 from coterie.gateway.page.serving import Live
 from coterie.gateway.parts import GatewayParts
 from coterie.gateway.saved import SavedState
-from coterie.gateway.watching.comparison import Comparison
 from coterie.gateway.watching.metrics import CONTENT_TYPE
 from coterie.net.http1.messages import HttpError, HttpRequest, check_http
 from coterie.net.http1.responder import Responder
 
 KNOWN = (
     "/v1/chat/completions, /v1/completions, /v1/embeddings, /v1/models, /health, /metrics, /decisions, /advice, "
-    "/requests, /workers, /peers, /routers, /reload, /comparison, /switchback, /live"
+    "/requests, /workers, /peers, /routers, /reload, /switchback, /live"
 )
 MOST_DECISIONS = 10_000
 
@@ -51,10 +50,6 @@ class Admin:
             if name
             else {"GET": lambda _, to, __: _send(to, {name: pool.spec for name, pool in self.parts.pools.items()})},
             "reload": {"POST": self._reloaded},
-            "comparison": {
-                "GET": lambda _, to, __: _send(to, {"comparison": self.parts.comparison}),
-                "PUT": self._set_comparison,
-            },
             "switchback": {"GET": lambda _, to, __: _send(to, {"switchback": self.parts.described_switchback()})},
             "peers": {"GET": lambda _, to, __: to.send(200, self.parts.peers.own(), b"application/msgpack")},
             "live": {"GET": lambda request, to, _: self._live.stream(request, to)},
@@ -107,11 +102,12 @@ class Admin:
             _send(responder, {"advice": advice, "measured": self.parts.plan_measured()})
 
     async def _requests(self, _: HttpRequest, responder: Responder, __: str) -> None:
-        """Send the config, and the requests that the control loop keeps, or the reason for none."""
+        """Send the config, the workers, and the requests that the control loop keeps, or the reason for none."""
         loop, config = self.parts.control, self.parts.changes.over(self.parts.config)
         kept = b"" if loop is None else await loop.kept()
         why = "the control loop is off" if loop is None else loop.problem or "no request with its experts was seen"
-        _send(responder, {"config": config, "kept": msgspec.Raw(kept or b"null"), "reason": "" if kept else why})
+        known = {"config": config, "workers": self.parts.entries(), "reason": "" if kept else why}
+        _send(responder, {**known, "kept": msgspec.Raw(kept or b"null")})
 
     def _workers(self, _: HttpRequest, responder: Responder, __: str) -> None:
         workers: list[dict[str, Any]] = [
@@ -165,11 +161,6 @@ class Admin:
         changes = self.parts.changes
         self._keep(msgspec.structs.replace(changes, routers={**changes.routers, name: self.parts.as_configured(spec)}))
         _send(responder, {"pool": name, "router": spec.router})
-
-    def _set_comparison(self, request: HttpRequest, responder: Responder, _: str) -> None:
-        """Store the comparison of routers that the dashboard shows, until the next PUT."""
-        self.parts.comparison = _read(request, Comparison)
-        _send(responder, {"rows": len(self.parts.comparison.rows)})
 
     def _keep(self, changes: SavedState) -> None:
         try:

@@ -31,6 +31,7 @@ from coterie.errors import (
     check_file,
     check_not_negative,
     check_positive,
+    check_within,
     file_errors,
 )
 from coterie.gateway.fleet.health import HealthSettings
@@ -267,8 +268,12 @@ class PodSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Time between two looks."""
 
     def __post_init__(self) -> None:
-        check_at_least(1, port=self.port, places=self.places, kv_events_port=self.kv_events_port)
+        check(self.selector.strip(), "pods: selector must name labels, such as app=vllm; empty is every pod")
+        check_within(1, 65535, port=self.port, kv_events_port=self.kv_events_port)
+        check_at_least(1, places=self.places)
         check_positive(every_s=self.every_s)
+        if self.api is not None:
+            parse_origin(self.api)
 
 
 class PickerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

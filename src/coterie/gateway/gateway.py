@@ -2,9 +2,9 @@
 
     POST /v1/chat/completions, /v1/completions, /v1/embeddings, GET /v1/models     callers
     GET /health, and the page: GET /, /page/FILE, which hold no data               anyone
-    GET /metrics, /decisions, /advice, /workers, /routers, /comparison, /live      administrators
+    GET /metrics, /decisions, /advice, /workers, /routers, /switchback, /live      administrators
     POST /workers, DELETE /workers/ID, PUT /routers/POOL, POST /reload             administrators
-    GET /switchback, /peers, /requests, PUT /comparison                            administrators
+    GET /peers, /requests                                                          administrators
 
 A caller presents an API key; administrators have keys of their own. Without a keys file the gateway listens on a
 loopback address only, and serves requests whose Host header is a loopback address only. This stops DNS rebinding: a

@@ -29,7 +29,6 @@ from coterie.gateway.fleet.spec import RouterSpec
 from coterie.gateway.fleet.waiting import WaitingLine
 from coterie.gateway.saved import SavedState, save_state
 from coterie.gateway.signals.worker_metrics import ReportError
-from coterie.gateway.watching.comparison import Comparison
 from coterie.gateway.watching.decisions import Decisions
 from coterie.gateway.watching.logs import Log
 from coterie.gateway.watching.metrics import BREAKER_STATES, Counter, Gauge, Metrics, Read
@@ -74,6 +73,8 @@ class GatewayParts:
         self.pools = {DECODE: Pool(DECODE, FleetKeeper(config.decode))}
         if config.handshake != "none":
             self.pools[PREFILL] = Pool(PREFILL, FleetKeeper(config.prefill))
+        self.pods: dict[str, WorkerEntry] = {}
+        """Workers that are pods, by id; a reload leaves them as they are."""
         self.peers = Peers(config.peers, self.pools, self.log.warning)
         self.knowledge = Knowledge(config, list(self.pools), self.access.secret)
         # Prefill workers first: their event loops stream no answers.
@@ -85,8 +86,6 @@ class GatewayParts:
         if config.handshake != "none":
             pair = VllmPairFlow if config.handshake == "vllm" else SglangPairFlow
             self.flow = pair(self.pools[PREFILL], self.pools[DECODE], config, self.knowledge, self.watcher)
-        self.comparison: Comparison | None = None
-        """Comparison of routers that the dashboard shows, complete or not; None if none was sent."""
         self.control: LiveControl | None = None
         """The loop that re-fits the decode router; None if it is off."""
         self.switchback: Switchback | None = None
@@ -108,7 +107,6 @@ class GatewayParts:
             self.add_worker(entry)
         self._started = True
         self._refresh_control()
-        self.peers.start()
         self._turning = asyncio.create_task(self._take_turns(), name="switchback")
 
     async def close(self) -> None:
@@ -318,7 +316,7 @@ class GatewayParts:
         for pool in self.pools.values():
             for member in pool.members.values():
                 member.configure(config)
-        wanted = {entry.id: entry for entry in config.workers}
+        wanted = self.pods | {entry.id: entry for entry in config.workers}
         for entry in self.entries():
             if wanted.get(entry.id) != entry:
                 self.remove_worker(entry.id)

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from coterie.errors import CoterieError, check
+from coterie.errors import ConfigError, CoterieError, check
 from coterie.gateway.config import PodSection, WorkerEntry
 from coterie.gateway.parts import GatewayParts
 from coterie.net.access import Address
@@ -53,8 +53,6 @@ class PodWatch:
         check(section.api or host, "pods: api is needed outside of a cluster, such as http://127.0.0.1:8001")
         self.section, self.account = section, account
         self.upstream = Upstream(section.api or f"https://{Address(host, int(port))}")
-        self.known: set[str] = set()
-        """Ids of the workers that are pods."""
         self._problem = ""
 
     async def run(self, parts: GatewayParts) -> None:
@@ -63,15 +61,15 @@ class PodWatch:
             problem = ""
             try:
                 await self.look(parts)
-            except (CoterieError, OSError, msgspec.MsgspecError) as error:
-                problem = f"pods cannot be listed: {error}"
+            except (CoterieError, OSError, ValueError, RecursionError) as error:
+                problem = f"pods: {error}"
             if problem not in ("", self._problem):
                 parts.log.warning(problem)
             self._problem = problem
             await asyncio.sleep(self.section.every_s)
 
     async def look(self, parts: GatewayParts) -> None:
-        """List the pods once; add and remove workers."""
+        """List the pods once; add and remove workers. Raises ConfigError, after all others, if a pod cannot join."""
         namespace = self.section.namespace or (self.account / "namespace").read_text().strip()
         token = self.account / "token"
         headers = [(b"authorization", b"Bearer " + token.read_bytes().strip())] if token.exists() else []
@@ -80,12 +78,18 @@ class PodWatch:
         data = await answer.read(LIST_BYTES)
         check(answer.status == 200, f"HTTP {answer.status} for {target}")
         entries = [self._entry(pod) for pod in msgspec.json.decode(data, type=_Pods).items if _runs(pod)]
-        present = {entry.id for entry in parts.entries()}
-        for id in self.known & present - {entry.id for entry in entries}:
+        present, before = {entry.id for entry in parts.entries()}, parts.pods.keys()
+        parts.pods = {entry.id: entry for entry in entries}
+        for id in before & present - parts.pods.keys():
             parts.remove_worker(id)
+        refused: ConfigError | None = None
         for entry in entries:
-            parts.add_worker(entry)
-        self.known = {entry.id for entry in entries}
+            try:
+                parts.add_worker(entry)
+            except ConfigError as error:
+                refused = error
+        if refused is not None:
+            raise refused
 
     def _entry(self, pod: _Pod) -> WorkerEntry:
         section, host = self.section, pod.status.pod_ip

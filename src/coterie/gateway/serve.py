@@ -196,6 +196,7 @@ class RunningGateway:
         await asyncio.to_thread(self.parts.knowledge.warm_up)
         self._gauges()
         await self.server.start(listener)
+        self.parts.peers.start()  # only now: a gateway may be among its own peers
         if self.front is not None:
             await self.front.start()
         self._sweep(asyncio.get_running_loop())

@@ -31,8 +31,8 @@ CALL_S = 120.0
 GRACE_S = 60.0
 """Seconds that requests in flight get after `duration_s` is over; a stalled server would hold them for an hour."""
 HEALTH_S = 2.0
-MOST_BYTES = 1 << 32
-"""Largest answer in bytes: one with routed experts has megabytes."""
+MOST_BYTES, CALL_BYTES = 1 << 32, 1 << 27
+"""Most bytes of an answer to a completion, which may have routed experts, and of one to a :meth:`Client.call`."""
 
 
 class HttpResult(NamedTuple):
@@ -114,11 +114,7 @@ class Client:
         # One connection per request: one that is kept may be closed by the server just as it is used again, and sending
         # a request a second time would count it twice.
         limits = UpstreamLimits(
-            connect_s=min(timeout_s, CONNECT_S),
-            head_s=REQUEST_S,
-            idle_s=REQUEST_S,
-            body_bytes=MOST_BYTES,
-            idle_connections=0,
+            connect_s=min(timeout_s, CONNECT_S), head_s=REQUEST_S, idle_s=REQUEST_S, idle_connections=0
         )
         self._upstream = Upstream(self.url, limits)
 
@@ -129,21 +125,27 @@ class Client:
         await self._upstream.close()
 
     async def _ask(
-        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float, request_id: str | None = None
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        timeout_s: float,
+        most_bytes: int,
+        request_id: str | None = None,
     ) -> tuple[int, bytes]:
         """Return status and body of the answer; raise UnavailableError if none arrives in time."""
         data = b"" if body is None else json.dumps(body).encode()
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await self._upstream.send(method, path, json_headers(self._key, request_id), data)
-                return answer.status, await answer.read()
+                return answer.status, await answer.read(most_bytes)
         except (UpstreamError, TimeoutError) as error:
             problem = str(error) or f"{self.url}: nothing within {timeout_s:g} s"
             raise UnavailableError(f"the server does not answer: {problem}") from None
 
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, str]:
         """Send one request and return status and text of the answer; raise UnavailableError if none arrives."""
-        status, data = await self._ask(method, path, body, min(self._timeout_s, CALL_S))
+        status, data = await self._ask(method, path, body, min(self._timeout_s, CALL_S), CALL_BYTES)
         return status, data.decode("utf-8", "replace")
 
     async def post(
@@ -154,7 +156,7 @@ class Client:
         `request_id` identifies the request in the server's events and logs. `number` and `sent_s` go into the result.
         """
         try:
-            status, data = await self._ask("POST", path, body, self._timeout_s, request_id)
+            status, data = await self._ask("POST", path, body, self._timeout_s, MOST_BYTES, request_id)
         except UnavailableError as error:
             return HttpResult(number, sent_s, None, " ".join(str(error).split()), True)
         try:

@@ -194,5 +194,5 @@ def test_steps_read_as_many_distinct_experts_as_with_the_true_tokens() -> None:
 def test_counts_that_cannot_be_are_refused(wrong: bytes) -> None:
     kept = KeptRequests("coterie-tiny", 2, (20, 2, 2, 4), [float(number) for number in range(20)], wrong)
     with pytest.raises(InputError):
-        GatewayTraffic(GatewayConfig(), kept).source()
+        GatewayTraffic(GatewayConfig(), [], kept).source()
     assert MOST_PROMPT >= 1

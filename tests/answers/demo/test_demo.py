@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coterie.answers.demo import run
-from coterie.answers.demo.run import BASELINES, DemoRow, run_demo
+from coterie.answers.demo.run import BASELINES, run_demo
 from coterie.cli.main import app
 from coterie.errors import ConfigError
 from coterie.gateway.embedded import OURS
@@ -40,12 +40,8 @@ def workers_of(parent: int) -> list[int]:
 def test_the_loop_on_a_few_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "MAX_TOKENS", 12)
     told: list[str] = []
-    so_far: list[list[DemoRow]] = []
-    result = run_demo(
-        requests=24, out=tmp_path / "out", report=lambda what, *_: told.append(what), rows_so_far=so_far.append
-    )
+    result = run_demo(requests=24, out=tmp_path / "out", report=lambda what, *_: told.append(what))
     assert [row.router for row in result.rows] == [*BASELINES, OURS]
-    assert so_far == [result.rows[:1], result.rows[:2], result.rows], "rows come as runs end, and do not change"
     assert f"{OURS} takes " in result.verdict or f"{OURS} adds " in result.verdict
     assert " against join_shortest_queue, 95% " in result.verdict, "the baseline of coterie fleet"
     assert result.same_tokens

@@ -28,14 +28,6 @@ from shown_control import ShownControl, full_view
 LIVE = "document.getElementById('state').dataset.state === 'live'"
 ROWS = "document.querySelectorAll('#decisions tbody tr').length"
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>\'"&amp;\u202e{{7*7}}'
-COMPARISON = {
-    "state": "running",
-    "stage": "Serving under latency_aware",
-    "done": 31,
-    "total": 79,
-    "routers": ["round_robin", "latency_aware"],
-    "rows": [{"router": "round_robin", "experts": 15.2, "step_ms": 3.1}],
-}
 
 CLIPPED = """[...document.querySelectorAll('.panel, .panel *')]
     .filter(node => node.clientWidth > 1 && node.scrollWidth > node.clientWidth + 1)
@@ -110,7 +102,7 @@ def quiet(config: GatewayConfig) -> GatewayConfig:
 async def opened(browser: Chromium, front: Front) -> AsyncIterator[tuple[Run, Page]]:
     """The gateway's page, which raises no error."""
     parts = front.run.running.parts
-    parts.control = parts.comparison = None
+    parts.control = None
     parts.decisions._ring.clear()
     parts.decisions._ring.extend(front.records)
     async with tab(browser) as page:
@@ -136,14 +128,9 @@ def test_a_live_fleet_is_shown(browser: Chromium, front: Front) -> None:
             for chart in (1, 2):
                 await page.until(f"document.querySelectorAll('#latency path')[{2 * chart - 1}].getAttribute('d')")
             assert "time to first token" in await page.text("#latency")
-            assert "No comparison has been run" in await page.text("#comparison")
             for panel in ("#heat", "#placement", "#events"):
                 assert "No control loop runs" in await page.text(panel), panel
             found.running.parts.control = ShownControl(full_view())
-            await found.client.ask("PUT", "/comparison", COMPARISON)
-            await page.until("document.querySelector('#comparison progress').value === 31")
-            assert "15.2 experts a step" in await page.text("#comparison")
-            assert "to come" in await page.text("#comparison")
             await page.until("document.querySelector('#heat canvas').width === 8")
             assert "0.71 → 0.96" in await page.text("#placement")
             assert await page.find("document.querySelectorAll('#placement rect').length") == 16
@@ -275,11 +262,7 @@ def test_the_keyboard_is_enough(browser: Chromium, front: Front) -> None:
 def test_it_is_readable_wide_and_narrow_in_light_and_dark(browser: Chromium, front: Front) -> None:
     async def test() -> None:
         async with opened(browser, front) as (found, page):
-            long = "a-router-whose-name-has-no-place-to-break-" * 2
             found.running.parts.control = ShownControl(full_view(text="w" * 290, items=6))
-            rows = [*COMPARISON["rows"], {"router": long, "experts": 12, "saving_pct": 20}]  # type: ignore[misc]
-            await found.client.ask("PUT", "/comparison", {**COMPARISON, "rows": rows, "verdict": "v" * 500})
-            await page.until("document.querySelectorAll('#comparison .bars').length === 3")
             await page.until("document.querySelectorAll('#events li').length === 6")
             for width in (1280, 390):
                 await page.resize(width)
@@ -302,12 +285,10 @@ def test_hostile_strings_stay_text(browser: Chromium, front: Front, fleet: Embed
             entry = {"id": "<b onmouseover=alert(1)>x</b>", "url": fleet.workers[-1].url, "role": "decode"}
             assert (await found.client.ask("POST", "/workers", entry)).status == 200
             parts.control = ShownControl(full_view(text=HOSTILE, workers=(HOSTILE,)))
-            told = {**COMPARISON, "stage": HOSTILE, "verdict": HOSTILE, "hardware": HOSTILE, "routers": [HOSTILE]}
-            assert (await found.client.ask("PUT", "/comparison", told)).status == 200
             known = parts.decisions._ring[-1]
             said = Decision(known.decision.worker, known.decision.scores, HOSTILE)
             parts.decisions._ring.append(known._replace(id=HOSTILE, decision=said, fallback=HOSTILE))
-            places = ("#comparison", "#placement", "#events", "#decisions", "#heat-worker")
+            places = ("#placement", "#events", "#decisions", "#heat-worker")
             for place in places:
                 await page.until(f"document.querySelector({place!r}).textContent.includes('<img src=x onerror=')")
             await page.until("document.querySelector('#fleet').textContent.includes('<b onmouseover=alert(1)>')")

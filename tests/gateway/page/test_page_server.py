@@ -20,8 +20,6 @@ from gateway_runs import Run, config_of, gateway, run
 from http1_peers import Raw, until
 from shown_control import ShownControl, full_view
 
-ROW = {"router": "round_robin", "experts": 15.2}
-
 
 @asynccontextmanager
 async def one_worker(**more: Any) -> AsyncIterator[Run]:
@@ -93,7 +91,7 @@ def test_files_name_nothing_from_elsewhere() -> None:
 def test_without_keys_only_this_machine_is_served() -> None:
     async def test() -> None:
         async with one_worker() as found:
-            for path in ("/", "/page/main.js", "/live", "/comparison"):
+            for path in ("/", "/page/main.js", "/live", "/switchback"):
                 raw = await Raw.open(found.port)
                 raw.send(f"GET {path} HTTP/1.1\r\nHost: evil.example\r\n\r\n".encode())
                 assert (await raw.answer()).startswith(b"HTTP/1.1 403"), path
@@ -110,7 +108,7 @@ def test_no_other_page_reads_the_data(line: str) -> None:
 
     async def test() -> None:
         async with one_worker() as found:
-            for path in ("/live", "/comparison", "/workers", "/decisions", "/metrics"):
+            for path in ("/live", "/switchback", "/workers", "/decisions", "/metrics"):
                 raw = await Raw.open(found.port)
                 raw.send(asked(found, path, line))
                 answer = await raw.answer()
@@ -135,13 +133,11 @@ def test_with_keys_the_page_is_public_and_its_data_is_not(tmp_path: Path) -> Non
         async with one_worker(keys=str(path)) as found:
             ask = found.client.ask
             assert (await ask("GET", "/")).status == (await ask("GET", "/page/main.js")).status == 200
-            for place in ("/live", "/comparison"):
+            for place in ("/live", "/switchback"):
                 got = await ask("GET", place)
                 assert got.status == 401
                 assert got.headers[b"www-authenticate"] == b"Bearer"
                 assert (await ask("GET", place, key=made["team"].key)).status == 403
-            row = {"state": "done", "rows": [ROW]}
-            assert (await ask("PUT", "/comparison", row, key=made["team"].key)).status == 403
             raw = await listen(found, "/live", f"Authorization: Bearer {made['admin'].key}")
             assert (await next_event(raw, "snapshot"))["workers"][0]["id"] == "a"
             raw.close()
@@ -263,56 +259,10 @@ def test_a_gateway_that_ends_says_so_and_does_not_wait_for_pages() -> None:
     run(test)
 
 
-def test_a_comparison_is_kept_and_shown() -> None:
+def test_a_body_larger_than_the_limit_is_refused() -> None:
     async def test() -> None:
         async with one_worker() as found:
-            ask = found.client.ask
-            assert (await ask("GET", "/comparison")).json == {"comparison": None}
-            told = {"state": "running", "rows": [ROW], "stage": "Recording", "done": 3, "total": 9}
-            assert (await ask("PUT", "/comparison", told)).json == {"rows": 1}
-            raw = await listen(found)
-            shown = (await next_event(raw, "snapshot"))["comparison"]
-            assert (shown["state"], shown["rows"][0]["router"]) == ("running", "round_robin")
-            raw.close()
-            assert (await ask("GET", "/comparison")).json["comparison"]["done"] == 3
-
-    run(test)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{",
-        [],
-        {},
-        {"state": "odd"},
-        {"state": "done", "rows": [{"router": "x"}]},
-        {"state": "done", "rows": [{**ROW, "experts": -1}]},
-        {"state": "done", "rows": [{**ROW, "router": ""}]},
-        {"state": "done", "rows": [{**ROW, "router": "x" * 101}]},
-        {"state": "done", "rows": [{**ROW, "saving_pct": 101}]},
-        {"state": "done", "rows": [{**ROW, "html": "<b>"}]},
-        {"state": "done", "rows": [ROW] * 13},
-        {"state": "done", "verdict": "x" * 501},
-        {"state": "done", "more": 1},
-        b'{"state": "done", "done": 1e999}',
-    ],
-)
-def test_a_comparison_of_another_form_changes_nothing(body: Any) -> None:
-    async def test() -> None:
-        async with one_worker() as found:
-            got = await found.client.ask("PUT", "/comparison", body)
-            assert got.status == 400, got.body
-            assert (await found.client.ask("GET", "/comparison")).json == {"comparison": None}
-
-    run(test)
-
-
-def test_a_comparison_larger_than_the_limit_is_refused() -> None:
-    async def test() -> None:
-        async with one_worker() as found:
-            body = b'{"state": "done", "verdict": "' + b"x" * 70_000 + b'"}'
-            assert (await found.client.ask("PUT", "/comparison", body)).status == 413
+            body = b'{"router": "' + b"x" * 70_000 + b'"}'
+            assert (await found.client.ask("PUT", "/routers/decode", body)).status == 413
 
     run(test)

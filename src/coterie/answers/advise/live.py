@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from coterie.answers.advise.groups import FEWEST
 from coterie.answers.fleet.bench import Source
 from coterie.errors import ConfigError, InputError, UnavailableError
-from coterie.gateway.config import GatewayConfig
+from coterie.gateway.config import GatewayConfig, WorkerEntry
 from coterie.gateway.control.live import is_wanted
 from coterie.gateway.control.messages import KeptRequests
 from coterie.net.http_client import Client
@@ -37,6 +37,8 @@ class GatewayTraffic(msgspec.Struct):
     """Answer of a gateway's ``/requests``."""
 
     config: GatewayConfig
+    workers: list[WorkerEntry]
+    """Those of the config, and pods."""
     kept: KeptRequests | None
     reason: str = ""
     """Why nothing is kept; empty if something is."""
@@ -44,17 +46,17 @@ class GatewayTraffic(msgspec.Struct):
     @property
     def worker(self) -> str:
         """URL of the first worker that decodes."""
-        return next((worker.url for worker in self.config.workers if worker.role != "prefill"), "http://HOST:8000")
+        return next((worker.url for worker in self.workers if worker.role != "prefill"), "http://HOST:8000")
 
     @property
     def needed(self) -> str:
         """What to do so that the gateway keeps more requests."""
         config = self.config
-        if not all(worker.expert_events for worker in config.workers if worker.role != "prefill"):
+        if not all(worker.expert_events for worker in self.workers if worker.role != "prefill"):
             return (
                 "give its workers expert_events, from engines with Coterie's plugin, and set control: {enabled: true}"
             )
-        if not is_wanted(config.control, config.decode, config.workers):
+        if not is_wanted(config.control, config.decode, self.workers):
             return "set control: {enabled: true} in its config"
         return "send it more requests"
 

@@ -75,15 +75,8 @@ class RoutedLoop:
         self._access = fleet.access
         self._report = report
 
-    async def run(
-        self,
-        prompts: Sequence[Prompt],
-        routers: Sequence[str],
-        fit: Path,
-        seed: int = 0,
-        after_run: Callable[[LoopResult], None] | None = None,
-    ) -> LoopResult:
-        """Record, fit, save the fit to `fit`, and serve under every router; `after_run` gets the results so far."""
+    async def run(self, prompts: Sequence[Prompt], routers: Sequence[str], fit: Path, seed: int = 0) -> LoopResult:
+        """Record, fit, save the fit to `fit`, and serve under every router."""
         rng = np.random.default_rng(seed)
         async with self._connected():
             learn, test = await self._split(prompts, rng)
@@ -98,10 +91,7 @@ class RoutedLoop:
             for name in routers:
                 await self._swap(name, seed, fit)
                 runs.append(await self._serve(f"Serving under {name}", name, test))
-                result = LoopResult(list(runs), len(known.prefill), recorded, fitted)
-                if after_run is not None:
-                    after_run(result)
-        return result
+        return LoopResult(runs, len(known.prefill), recorded, fitted)
 
     async def run_as_it_is(self, prompts: Sequence[Prompt], name: str, seed: int = 0) -> RouterRun:
         """Serve all prompts under the router in use, called `name`: for front ends that cannot swap it."""
@@ -156,7 +146,7 @@ class RoutedLoop:
 
     async def _swap(self, router: str, seed: int, fit: Path | None = None) -> None:
         spec = {"seed": seed, "model": REFERENCE_SHAPE} | ({} if fit is None else {"fit": str(fit.resolve())})
-        await use_router(self._gateway, DECODE, router, spec)
+        await use_router(self._gateway, DECODE, router, spec, alone=True)
 
     async def _serve(self, doing: str, router: str, requests: Sequence[LoadRequest], prefix: str = "") -> RouterRun:
         """Serve the requests. Raise if a request fails, or if the workers also served other requests."""
@@ -290,13 +280,11 @@ def run_demo(
     report: Report = lambda *_: None,
     routers: tuple[str, ...] = (OURS,),
     served: tuple[EmbeddedFleet, str] | None = None,
-    rows_so_far: Callable[[list[DemoRow]], None] | None = None,
 ) -> DemoResult:
     """Record, fit and compare routers on a fleet; write the trace and the figure to the folder `out`.
 
     `routers` are compared with the baselines. The trace of an earlier demo in the folder is replaced. `served` is a
     running fleet and the URL of its gateway; if None, both are started, and stopped before the results are written.
-    `rows_so_far` is called after each router's run, with all rows so far.
     """
     started = time.perf_counter()
     folder = Path(out)
@@ -310,8 +298,7 @@ def run_demo(
             fleet = stack.enter_context(run_embedded())
             served = fleet, stack.enter_context(gateway_in_thread(fleet))
         loop = RoutedLoop(served[1], served[0], IN_FLIGHT, MAX_TOKENS, report)
-        after = None if rows_so_far is None else lambda result: rows_so_far(_rows(result, seed))
-        result = asyncio.run(loop.run(prompts, names, folder / FIT, seed, after))
+        result = asyncio.run(loop.run(prompts, names, folder / FIT, seed))
     rows = _rows(result, seed)
     _save_trace(result, folder / TRACE)
     figure = write_figure(lambda canvas, theme: _draw(canvas, theme, rows), folder, FIGURE, 3.4)[-1]

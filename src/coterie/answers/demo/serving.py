@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import msgspec
-
-from coterie.answers.demo.run import BASELINES, DemoResult, DemoRow, run_demo
+from coterie.answers.demo.run import DemoResult, run_demo
 from coterie.answers.load.client import Asking, LoadClient
 from coterie.answers.load.measure import DECODE, use_router
 from coterie.answers.load.workload import LoadRequest, Message
 from coterie.answers.suites import Report
 from coterie.gateway.embedded import OURS, EmbeddedFleet
-from coterie.gateway.watching.comparison import Comparison, ComparisonRow
 from coterie.net.http_client import Client, served_model
 from coterie.prompts import load_prompts
 
@@ -30,35 +25,12 @@ REFUSED_S = 0.5
 """Seconds to wait after a request that failed although the gateway is reachable."""
 
 
-def run_on(
-    fleet: EmbeddedFleet, url: str, folder: Path, report: Report, show: Callable[[Comparison], None]
-) -> DemoResult:
+def run_on(fleet: EmbeddedFleet, url: str, folder: Path, report: Report) -> DemoResult:
     """Compare routers on the gateway's own workers, then switch the gateway to the fitted router.
 
-    `show` gets every state of the comparison.
+    From then on that router takes turns with the shortest queue, and the dashboard shows what it gains.
     """
-    state = Comparison("running", routers=[*BASELINES, OURS], hardware="an H200")
-
-    def tell(**changes: Any) -> None:
-        nonlocal state
-        state = msgspec.structs.replace(state, **changes)
-        show(state)
-
-    def progress(what: str, done: int, total: int) -> None:
-        tell(stage=what[:500], done=done, total=total)
-        report(what, done, total)
-
-    try:
-        result = run_demo(
-            out=folder,
-            report=progress,
-            served=(fleet, url),
-            rows_so_far=lambda rows: tell(rows=list(map(_shown, rows))),
-        )
-    except BaseException as error:
-        tell(state="failed", stage="", done=0, total=0, verdict=f"The comparison failed: {error}"[:500])
-        raise
-    tell(state="done", stage="", done=0, total=0, verdict=result.verdict[:500])
+    result = run_demo(out=folder, report=report, served=(fleet, url))
 
     async def use_fit() -> None:
         async with Client(url) as client:
@@ -66,10 +38,6 @@ def run_on(
 
     asyncio.run(use_fit())
     return result
-
-
-def _shown(row: DemoRow) -> ComparisonRow:
-    return ComparisonRow(row.router, row.experts, row.saving_pct, *row.interval_pct, row.h200_ms, row.requests)
 
 
 async def keep_busy(url: str, requests: int | None = None, in_flight: int = IN_FLIGHT) -> int:

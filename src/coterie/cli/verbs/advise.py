@@ -27,7 +27,7 @@ from coterie.errors import refuse
 if TYPE_CHECKING:  # numba takes a second to import
     from coterie.answers.advise.advising import Advised
     from coterie.answers.advise.live import GatewayTraffic
-    from coterie.gateway.config import GatewayConfig
+    from coterie.gateway.config import GatewayConfig, WorkerEntry
 
 
 def advise_command(
@@ -136,7 +136,11 @@ def advise_command(
         with reporting("Reading requests"):
             live = asyncio.run(read_gateway(trace, read_bearer(admin_key_file, "COTERIE_ADMIN_KEY")))
         config = config or live.config
-    known: dict[str, Any] = {} if config is None else _of_config(config)
+    known: dict[str, Any] = {}
+    if config is not None:
+        workers = live.workers if live is not None and fleet is None else config.workers
+        refuse({f"{fleet or trace} lists no worker that decodes": all(one.role == "prefill" for one in workers)})
+        known = _of_config(config, workers)
     named = known.pop("model", None)
     named = model or named
     asked = {
@@ -171,12 +175,11 @@ def advise_command(
         _print(advised, result)
 
 
-def _of_config(config: GatewayConfig) -> dict[str, Any]:
-    """Return what a gateway's config says of the fleet, by the name of the setting."""
-    pool = [worker for worker in config.workers if worker.role != "prefill"]
-    refuse({"--fleet: the config has no worker that decodes": not pool})
+def _of_config(config: GatewayConfig, workers: list[WorkerEntry]) -> dict[str, Any]:
+    """Return what a gateway's config and workers say of the fleet, by the name of the setting."""
+    pool = [worker for worker in workers if worker.role != "prefill"]
     places, group = min(worker.places for worker in pool), config.control.advise
-    prefill = len(config.workers) - len(pool)
+    prefill = len(workers) - len(pool)
     said = {
         "decoders": len(pool),
         "places": places,

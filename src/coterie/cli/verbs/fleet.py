@@ -23,7 +23,7 @@ from coterie.cli.output import (
     set_width,
     shell,
 )
-from coterie.errors import check
+from coterie.errors import check, refuse
 
 if TYPE_CHECKING:  # numba takes a second to import
     from coterie.answers.fleet.simulation import FleetReport, FleetRow
@@ -90,7 +90,10 @@ def fleet_command(
         int, typer.Option("--gateways", min=1, max=64, help="Gateways before the fleet; each routes its own requests.")
     ] = 1,
     exchange: Annotated[
-        float, typer.Option("--exchange", min=0.0, help="Seconds between two exchanges of the gateways; 0: at once.")
+        float,
+        typer.Option(
+            "--exchange", min=0.0, max=86_400.0, help="Seconds between two exchanges of the gateways; 0: at once."
+        ),
     ] = 0.0,
     told: Annotated[
         str,
@@ -122,6 +125,8 @@ def fleet_command(
     from coterie.sim.fleet.front_ends import FrontEnds, Told
     from coterie.types import Topology, WeightDtype, check_dtype
 
+    alone = gateways == 1 and (exchange, told) != (0.0, "profiles")
+    refuse({"--exchange and --told need --gateways of at least 2": alone})
     for name in (base, *(router or ())):
         routers.check(name)
     spec = None if model is None else model_of("", model)

@@ -36,6 +36,8 @@ MOST_BYTES = 8 << 20
 MOST_PROFILED = 1 << 12
 """Most requests with a profile that a peer counts at a worker: 32 bits hold the sums of nine peers' logarithms."""
 
+UNANSWERED = "has not answered yet"
+
 Count = Annotated[int, Meta(ge=0, le=1 << 20)]
 Tokens = Annotated[int, Meta(ge=0, le=MOST_CONTEXT)]
 
@@ -115,9 +117,11 @@ class Peer:
         """Time of `part`."""
         self.contradicted_s = math.inf
         """Time since when the workers' reports contradict the peer; infinite if they do not."""
-        self.error = "has not answered yet"
+        self.error = UNANSWERED
         """Why the peer is absent, or the last answer could not be used; empty otherwise."""
         self.present = False
+        self.logged: bool | None = None
+        """Value of `present` that was logged last."""
 
 
 class Peers:
@@ -186,12 +190,14 @@ class Peers:
 
     def heard(self, peer: Peer, status: int, body: bytes) -> None:
         """Take a peer's answer; one that cannot be read leaves the last good one."""
+        if status != 200:
+            hint = f": it needs an administrator's key, in {KEY_VARIABLE}" if status in (401, 403) else ""
+            peer.error = f"HTTP {status}{hint}"
+            return
         try:
-            if status != 200:
-                raise ValueError(f"HTTP {status}")
             peer.part = msgspec.msgpack.decode(body, type=GatewayPart)
-        except (msgspec.DecodeError, RecursionError, ValueError) as error:
-            peer.error = str(error)[:MOST_ERROR]
+        except (ValueError, RecursionError) as error:
+            peer.error = f"not a gateway's answer: {error}"[:MOST_ERROR]
             return
         peer.heard_s, peer.error = self._clock(), ""
 
@@ -199,9 +205,9 @@ class Peers:
         """Count the requests of the peers that are present, each peer once, in the fleets that routers see."""
         parts: dict[str, GatewayPart] = {}
         for peer in list(self.peers):
-            present = self._is_present(peer)
-            if present != peer.present:
-                peer.present = present
+            present = peer.present = self._is_present(peer)
+            if present != peer.logged and peer.error != UNANSWERED:
+                peer.logged = present
                 self._warn(f"peer {peer.url} is {'present' if present else f'absent: {peer.error}'}")
             if present and peer.part is not None:
                 parts[peer.part.id] = peer.part

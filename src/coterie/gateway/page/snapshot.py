@@ -57,7 +57,6 @@ def snapshot(parts: GatewayParts, now_s: float, asked: PageQuery) -> dict[str, A
         "decisions": decisions,
         "minute": minute,
         "series": parts.watcher.recent.series(now_s),
-        "comparison": parts.comparison,
         "switchback": switchback,
         "loop": loop,
     }

@@ -62,7 +62,9 @@ class Answer:
             size += len(piece)
             if size > most:
                 self.close()
-                raise UpstreamError("too_large", f"an answer of more than {most} bytes", answered=True)
+                raise UpstreamError(
+                    "too_large", f"{self._connection.upstream.url}: an answer of more than {most} bytes", answered=True
+                )
             taken.append(piece)
         return b"".join(taken)
 

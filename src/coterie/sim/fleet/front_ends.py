@@ -13,9 +13,11 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from coterie.errors import check_at_least, check_not_negative, check_one_of
+from coterie.errors import check, check_at_least, check_not_negative, check_one_of
 from coterie.routing.fleet import Fleet, WorkerLoads
 
+LEAST_S = 1e-6
+"""Shortest interval in seconds other than 0: a number of intervals must be an integer."""
 Told = Literal["profiles", "counts", "reports", "nothing"]
 
 
@@ -35,6 +37,7 @@ class FrontEnds:
     def __post_init__(self) -> None:
         check_at_least(1, count=self.count)
         check_not_negative(every_s=self.every_s)
+        check(not 0 < self.every_s < LEAST_S, f"every_s={self.every_s} must be 0 or at least {LEAST_S}")
         check_one_of(get_args(Told), told=self.told)
 
 

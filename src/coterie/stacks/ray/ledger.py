@@ -100,7 +100,7 @@ class ReplicaLedger:
     def choose(self, attempt: str, wanted: Request, tried: Collection[str] = ()) -> tuple[Choice, list[str]]:
         """Choose a replica for an attempt and admit it there; return the choice and all replicas, the best first.
 
-        A replica in `tried` has failed the request. ReplicaCall again, the choice stays, unless its replica has left.
+        A replica in `tried` has failed the request. Asked again, the choice stays, unless its replica has left.
         """
         keeper, known = self.keeper, self.keeper.requests.get(attempt)
         self._wanted[attempt] = wanted

@@ -7,7 +7,6 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -120,8 +119,8 @@ def _serve_embedded(port: int | None, router: str | None, demo: bool, folder: Pa
     spec = decode_router(router)
     typer.echo("Starting one prefill and three decode workers of coterie-tiny", err=True)
     with run_embedded() as fleet:
-        turns = SwitchbackSettings(enabled=not demo)  # the demo compares routers itself
-        config = fleet.config(f"127.0.0.1:{8000 if port is None else port}", decode=spec, switchback=turns)
+        listen = f"127.0.0.1:{8000 if port is None else port}"
+        config = fleet.config(listen, decode=spec, switchback=SwitchbackSettings())
         check_config(config)
         if not demo:
             run_gateway(config, None, _ready(config, json), access=fleet.access)
@@ -161,7 +160,7 @@ def _print_check(config: GatewayConfig, path: Path, json: bool) -> None:
 
 @contextlib.contextmanager
 def _demonstrating(fleet: EmbeddedFleet, folder: Path, json: bool) -> Iterator[Ready]:
-    """Show the dashboard's URL and the comparison once the gateway is up, in a separate thread.
+    """Show the dashboard's URL and compare routers once the gateway is up, in a separate thread.
 
     On a terminal, requests then keep the fleet busy until Ctrl-C. Without a terminal the gateway exits, since nobody
     could see it or press Ctrl-C.
@@ -179,7 +178,7 @@ def _demonstrating(fleet: EmbeddedFleet, folder: Path, json: bool) -> Iterator[R
         if stays:
             asyncio.run(keep_busy(url, FIRST_REQUESTS))
         with reporting("Recording", lines=True) as report:
-            result = run_on(fleet, url, folder, report, partial(setattr, running.parts, "comparison"))
+            result = run_on(fleet, url, folder, report)
         print_result(result, json)
         check(result.same_tokens, "routers gave different tokens", UnavailableError)
 

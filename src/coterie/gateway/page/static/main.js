@@ -1,6 +1,5 @@
 // Connects the panels to one stream of snapshots.
 
-import { comparisonPanel } from "./comparison.js";
 import { decisionsPanel } from "./decisions.js";
 import { clock, shown, text } from "./dom.js";
 import { eventsPanel } from "./events.js";
@@ -104,6 +103,6 @@ keyForm.addEventListener("submit", (event) => {
 
 const ask = (query) => stream.ask(query);
 const heat = heatPanel(ask);
-const panels = [fleetPanel(), latencyPanel(), switchbackPanel(), comparisonPanel(), placementPanel(), decisionsPanel(ask), eventsPanel()];
+const panels = [fleetPanel(), latencyPanel(), switchbackPanel(), placementPanel(), decisionsPanel(ask), eventsPanel()];
 stream.key = remembered(tab, KEY);
 stream.open();
