@@ -7,6 +7,8 @@ import importlib.util
 import os
 import runpy
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -91,6 +93,19 @@ async def busiest(fleet: Fleet) -> Server | None:
     running = {worker.url: await counted(worker, "coterie_worker_running") for worker in fleet.decoders}
     chosen = max(fleet.decoders, key=lambda worker: running[worker.url])
     return chosen if sum(running.values()) == 6 else None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_component_can_be_ended_while_it_waits_for_a_worker(tmp_path: Path, number: signal.Signals) -> None:
+    planes = {"DYN_DISCOVERY_BACKEND": "file", "DYN_REQUEST_PLANE": "tcp", "DYN_EVENT_PLANE": "zmq"}
+    env = {**os.environ, **planes, "DYN_FILE_KV": str(tmp_path), "DYN_TCP_RPC_HOST": "127.0.0.1"}
+    command = [sys.executable, "-m", "coterie.stacks.dynamo"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as component:
+        assert component.stderr is not None
+        assert any("waiting for a decode worker" in line for line in component.stderr)
+        component.send_signal(number)
+        component.communicate(timeout=WAIT_S)
+    assert component.returncode == 0
 
 
 def test_answers_equal_those_of_a_decode_worker_asked_directly(fleet: Fleet) -> None:
