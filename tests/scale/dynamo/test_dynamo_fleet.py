@@ -128,9 +128,12 @@ def test_cached_prefixes_are_known_by_dynamos_kv_events(fleet: Fleet) -> None:
         prompt = " ".join(f"{number} apples and pears," for number in range(40))
         async with Client(fleet.url) as front:
             before = (await values(fleet, "cached_tokens_total"))["decode", "expected"]
+            texts = set()
             async with asyncio.timeout(WAIT_S):  # events take a moment to arrive
                 while (await values(fleet, "cached_tokens_total"))["decode", "expected"] <= before:
-                    await complete(front, prompt=prompt)
+                    texts.add((await complete(front, prompt=prompt))["text"])
+        assert len(texts) == 1
+        assert None not in texts, "cached or computed, the answer is the same"
 
     asyncio.run(run())
 
@@ -152,9 +155,14 @@ def test_a_client_that_leaves_takes_its_load_with_it(fleet: Fleet) -> None:
             async with asyncio.timeout(WAIT_S):
                 while not any((await values(fleet, "worker_running")).values()):
                     await asyncio.sleep(0.02)
+            before = await values(fleet, "requests_total")
             asked.cancel()
             await asyncio.gather(asked, return_exceptions=True)
         await until_idle(fleet)
+        after = await values(fleet, "requests_total")
+        assert {key: count - before.get(key, 0) for key, count in after.items() if count != before.get(key)} == {
+            ("cancelled", "other"): 1
+        }
 
     asyncio.run(run())
 
