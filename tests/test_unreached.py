@@ -33,7 +33,6 @@ LATER = {
     "coterie.dispatch": "tokens to ranks; the expert-parallel layer and the sem-moe suite use it",
     "coterie.footprints.ranks": "footprints by rank, for dispatch",
     "coterie.placement.migration": "rounds and states of a migration, docs/migration.md",
-    "coterie.answers.rank_tables": "rank tables of a trace, for dispatch (docs/predictors.md)",
 }
 """Modules, with those below them, that later work connects: reason."""
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coterie.answers.plan.changes import change_to
+from coterie.answers.plan.moving import change_to
 from coterie.costs.movement import Contention
 from coterie.types import Placement, Topology
 

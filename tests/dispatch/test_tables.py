@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load as load_safetensors
 
-from coterie.answers.rank_tables import fit_rank_tables
+from coterie.answers.plan.learning import fit_rank_tables
 from coterie.dispatch.tables import AFFINITY_ONE, ONE, Contexts, RankTables
 from coterie.errors import ConfigError, TraceError
 from coterie.footprints.ranks import token_ranks

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from coterie.answers.plan.changes import Once
+from coterie.answers.plan.moving import Once
 from coterie.costs.exchange import ring_time
 from coterie.costs.presets import step_model
 from coterie.costs.step import Batch, CostOptions, StepModel

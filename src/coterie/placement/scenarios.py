@@ -101,29 +101,20 @@ def steps_of_trace(
 
 
 def mixtures(
-    domains: NDArray[np.floating] | NDArray[np.integer],
-    count: int,
-    rng: Generator,
-    concentration: float,
-    *,
-    mix: NDArray[np.float64] | None = None,
+    domains: NDArray[np.floating] | NDArray[np.integer], count: int, rng: Generator, concentration: float
 ) -> Steps:
     """Draw `count` steps that mix domains [domain, layer, expert] around the present mix.
 
-    Mixes are Dirichlet draws: the higher the concentration, the closer they are to `mix` [domain] (default: each
-    domain's share of the tokens). :func:`concentration_of` estimates the concentration from observed mixes. Domains are
+    Mixes are Dirichlet draws: the higher the concentration, the closer they are to each domain's share of the tokens.
+    :func:`concentration_of` estimates the concentration from observed mixes. Domains are
     normalised per layer; a step has the domains' mean number of tokens. Traffic of an unlisted domain is not covered.
     """
     check_at_least(1, count=count)
     # infinity is allowed: every step then has the present mix
     check(concentration > 0, f"concentration={concentration} must be above 0")
     shapes, sizes = _shapes(domains)
-    today = sizes if mix is None else np.asarray(mix, np.float64)
-    check(
-        today.shape == sizes.shape and ((today >= 0) & (today < np.inf)).all() and today.any(),
-        f"mix={today.tolist()} must be {len(sizes)} shares, one a domain, not all 0",
-    )
-    today = today / today.sum()
+    check(sizes.any(), "domains have no tokens to mix")
+    today = sizes / sizes.sum()
     drawn = np.zeros((count, len(today)))
     some = today > 0
     drawn[:, some] = rng.dirichlet(concentration * today[some], count) if np.isfinite(concentration) else today[some]

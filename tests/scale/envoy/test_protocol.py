@@ -237,6 +237,12 @@ def test_a_stream_may_end_anywhere(after: int) -> None:
                     while await stream.read() is not grpc.aio.EOF:
                         pass
                 await settled(found.found)
+            stream = found.stream()
+            await stream.write(head())
+            await stream.write(body(b'{"prompt": "x"}'))
+            assert (await stream.read()).HasField("request_headers"), "the next request is answered"
+            stream.cancel()
+            await settled(found.found)
 
     run(test)
 

@@ -39,7 +39,7 @@ def params(tokens: int = 5, **more: Any) -> dict[str, Any]:
 
 def ledger_of(router: str = "join_shortest_queue", **settings: Any) -> ReplicaLedger:
     ledger = ReplicaLedger({"router": router, **settings})
-    ledger.replicas(PLACES)
+    ledger.keeper.follow(PLACES)
     return ledger
 
 
@@ -117,7 +117,7 @@ class TestLedger:
     @pytest.mark.parametrize("settings", [{"router": "eplb"}, {"fit": "/nowhere"}, {"router": 7}, {"places": "x"}])
     def test_settings_that_make_no_router_leave_the_shortest_queue(self, settings: dict[str, Any]) -> None:
         ledger = ReplicaLedger(settings)
-        ledger.replicas(PLACES)
+        ledger.keeper.follow(PLACES)
         assert ledger.problem
         assert sorted(ledger.choose("1", Request())[1]) == ["a", "b", "c"]
 
@@ -169,7 +169,7 @@ def test_nothing_is_left_whatever_the_order(events: list[tuple[int, int, str]]) 
         elif kind == 4 and waiting:
             ledger.dropped(waiting.pop(which % len(waiting)))
         elif kind == 5:
-            ledger.replicas({name: 2 for name in "abc" if name != replica})
+            ledger.keeper.follow({name: 2 for name in "abc" if name != replica})
             ledger.died(replica)
         assert len(ledger.keeper.requests) == len(waiting) + len(sent)
     for attempt in waiting:

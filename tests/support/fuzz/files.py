@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from safetensors.numpy import save_file
 
-from coterie.answers.rank_tables import fit_rank_tables
+from coterie.answers.plan.learning import fit_rank_tables
 from coterie.batching.scheduler import CapsConfig
 from coterie.costs.presets import load_preset, step_model
 from coterie.dispatch.tables import RankTables

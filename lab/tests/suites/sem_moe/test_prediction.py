@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coterie.answers.rank_tables import fit_rank_tables
+from coterie.answers.plan.learning import fit_rank_tables
 from coterie.answers.suites import SuiteOptions
 from coterie.dispatch.tables import Contexts, RankTables
 from coterie.errors import TraceError

@@ -9,6 +9,8 @@ its steps; the change begins at several moments.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -16,12 +18,22 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.answers.plan.changes import Once, change_to
 from coterie.answers.plan.plans import Planned
 from coterie.answers.suites import Report
+from coterie.costs.movement import Contention, staged_exposed
 from coterie.errors import check
+from coterie.placement.migration.rounds import MigrationLimits, schedule_moves
 from coterie.sim.fleet.requests import FleetRequests, Recordings, order_apart
-from coterie.sim.group.serving import MOST_RANKS, GroupPrices, GroupServedRun, ServeSettings, ServingGroup
+from coterie.sim.group.serving import (
+    MOST_RANKS,
+    GroupLoads,
+    GroupPrices,
+    GroupServedRun,
+    Rebalance,
+    ServeSettings,
+    ServingGroup,
+)
+from coterie.types import Placement, Topology
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 1024, 128
 RECORDINGS, ROWS = 32, 256
@@ -151,3 +163,44 @@ def _caught_up(plain: GroupServedRun, run: GroupServedRun, start_s: float) -> fl
     ends_s = (run.steps.start_s + run.steps.seconds)[run.steps.start_s >= start_s]
     ahead = np.flatnonzero(tokens(run, ends_s) >= tokens(plain, ends_s))
     return float(ends_s[ahead[0]] - start_s) if len(ahead) else np.inf
+
+
+def change_to(
+    current: Placement,
+    placement: Placement,
+    topology: Topology,
+    expert_bytes: float,
+    contention: Mapping[str, Contention] | None = None,
+    reason: str = "",
+) -> Rebalance:
+    """Return the change from one placement to another, which may have other slots: its rounds of transfers in time.
+
+    With `contention`, as measured, weights move beside steps; without, the engine stops.
+    """
+    wide = max(current.slots_per_rank, placement.slots_per_rank)
+    limits = MigrationLimits(expert_bytes)
+    schedule = schedule_moves(current.widened(wide), placement.widened(wide), topology, limits)
+    return Rebalance(
+        placement=schedule.placement if wide == placement.slots_per_rank else placement,
+        layers=[switch.layer for switch in schedule.switches],
+        moved_s=schedule.ready_s,
+        exposed=1.0 if contention is None else staged_exposed(contention, topology),
+        moved_bytes=schedule.moved_bytes,
+        reason=reason,
+    )
+
+
+@dataclass(slots=True)
+class Once:
+    """Makes one change, at the first step that starts at `every_s` or later. Make a new one for each run."""
+
+    change: Rebalance
+    every_s: float
+    late_s: float = 0.0
+
+    def tick(self, _now_s: float, _loads: GroupLoads) -> Rebalance | None:
+        self.every_s = np.inf
+        return self.change
+
+    def landed(self, _now_s: float, _placement: Placement) -> None:
+        pass

@@ -160,6 +160,16 @@ class FleetKeeper:
         self.fleet.observe(gone.row)
         self.fleet.local = _masks(self.members, self.rows)
 
+    def follow(self, places: Mapping[str, int]) -> list[str]:
+        """Make the members those of a list, id → places, as :meth:`join` takes them; return the ids that left."""
+        gone = [name for name in self.members if name not in places]
+        for name in gone:
+            self.leave(name)
+        for name, most in places.items():
+            if name not in self.members or self.members[name].places != most:
+                self.join(name, most)
+        return gone
+
     def set_open(self, worker_id: str, open: bool) -> None:
         """Set whether a worker may be chosen: breakers, health checks and drains close it."""
         member = self.members[worker_id]

@@ -71,12 +71,8 @@ class Decoders:
         now = self._clock()
         self._resting = {name: until for name, until in self._resting.items() if name in places and now < until}
         wanted = {name: most for name, most in places.items() if name not in self._resting} or places
-        for gone in self.keeper.members.keys() - wanted.keys():
-            self._leave(gone)
-        for name, most in wanted.items():
-            known = self.keeper.members.get(name)
-            if known is None or known.places != most:
-                self.keeper.join(name, most)
+        for gone in self.keeper.follow(wanted):
+            self.metrics.forget_worker(gone)
 
     def failed(self, name: str) -> None:
         """Count an error of an instance; the last of :data:`MOST_ERRORS` in a row removes it.
@@ -96,11 +92,8 @@ class Decoders:
         self.metrics.worker_failures.inc(name, kind)
         self._resting[name] = self._clock() + REST_S
         if name in self.keeper.members:
-            self._leave(name)
-
-    def _leave(self, name: str) -> None:
-        self.keeper.leave(name)
-        self.metrics.forget_worker(name)
+            self.keeper.leave(name)
+            self.metrics.forget_worker(name)
 
     # ------------------------------------------------------------------------------------------------------- requests
 

@@ -78,15 +78,6 @@ class ReplicaLedger:
         self._sent: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
         """(replica, request) → its attempts there that have not ended."""
 
-    def replicas(self, places: Mapping[str, int]) -> None:
-        """Take the set of replicas, id → most requests at once."""
-        for gone in self.keeper.members.keys() - places.keys():
-            self.keeper.leave(gone)
-        for replica, most in places.items():
-            known = self.keeper.members.get(replica)
-            if known is None or known.places != most:
-                self.keeper.join(replica, most)
-
     def died(self, replica: str) -> None:
         if replica in self.keeper.members:
             self.keeper.leave(replica)

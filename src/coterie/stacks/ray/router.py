@@ -95,12 +95,11 @@ class ExpertRouter(RequestRouter):
         self._guarded(self.ledger.died, replica_id.unique_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        self._guarded(
-            self.ledger.replicas, {replica.replica_id.unique_id: replica.max_ongoing_requests for replica in replicas}
-        )
+        places = {replica.replica_id.unique_id: replica.max_ongoing_requests for replica in replicas}
+        self._guarded(self.ledger.keeper.follow, places)
         super().update_replicas(replicas)
 
-    def _guarded(self, do: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    def _guarded(self, do: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
         try:
             do(*args, **kwargs)
         except Exception:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from coterie.answers.rank_tables import fit_rank_tables
+from coterie.answers.plan.learning import fit_rank_tables
 from coterie.answers.suites import Report, SuiteOptions
 from coterie.errors import TraceError
 from coterie.footprints.ranks import key_starts

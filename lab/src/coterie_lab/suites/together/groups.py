@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from coterie.answers.plan.changes import change_to
+from coterie.answers.plan.moving import change_to
 from coterie.control import AdviceSettings, LoadSeen, LoopShape, PlacementAdvisor
 from coterie.control.advice import MOST_REQUESTS, with_steps
 from coterie.control.traffic import Kept
