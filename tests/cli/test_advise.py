@@ -93,14 +93,16 @@ def test_an_interrupt_ends_in_one_line_and_leaves_no_page_without_its_files(
 def test_what_cannot_be_advised_on_is_refused(run: Run, traffics: Path, tmp_path: Path) -> None:
     refused(run("advise", "http://127.0.0.1:9"), "does not answer")
     refused(run("advise", "http://"), "HOST")
-    refused(run("advise", tmp_path))
-    refused(run("advise", tmp_path / "none"))
+    refused(run("advise", tmp_path), str(tmp_path))
+    refused(run("advise", tmp_path / "none"), "none")
+    refused(run("advise", "ftp://127.0.0.1:9"), "http://HOST:PORT")
     refused(run("advise", "127.0.0.1:9"), "http://127.0.0.1:9")
     (tmp_path / "empty").write_text(" ")
     refused(run("advise", traffics / "only routing", "--admin-key-file", tmp_path / "empty"), "--admin-key-file")
     (tmp_path / "mine").write_text("x")
-    refused(run("advise", traffics / "only routing", "--out", tmp_path))
+    refused(run("advise", traffics / "only routing", "--out", tmp_path), str(tmp_path))
+    assert (tmp_path / "mine").read_text() == "x"
     fleet = tmp_path / "fleet.yaml"
     fleet.write_text("workers: []")
     refused(run("advise", traffics / "only routing", "--fleet", fleet), "no worker that decodes")
-    refused(run("advise", traffics / "only routing", "--ranks", 5))
+    refused(run("advise", traffics / "only routing", "--ranks", 5), "must be a multiple of ranks=5")

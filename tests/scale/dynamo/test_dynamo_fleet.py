@@ -7,6 +7,8 @@ import importlib.util
 import os
 import runpy
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -93,6 +95,19 @@ async def busiest(fleet: Fleet) -> Server | None:
     return chosen if sum(running.values()) == 6 else None
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_component_can_be_ended_while_it_waits_for_a_worker(tmp_path: Path, number: signal.Signals) -> None:
+    planes = {"DYN_DISCOVERY_BACKEND": "file", "DYN_REQUEST_PLANE": "tcp", "DYN_EVENT_PLANE": "zmq"}
+    env = {**os.environ, **planes, "DYN_FILE_KV": str(tmp_path), "DYN_TCP_RPC_HOST": "127.0.0.1"}
+    command = [sys.executable, "-m", "coterie.stacks.dynamo"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as component:
+        assert component.stderr is not None
+        assert any("waiting for a decode worker" in line for line in component.stderr)
+        component.send_signal(number)
+        component.communicate(timeout=WAIT_S)
+    assert component.returncode == 0
+
+
 def test_answers_equal_those_of_a_decode_worker_asked_directly(fleet: Fleet) -> None:
     async def run() -> None:
         async with Client(fleet.url) as front, Client(fleet.decoders[0].url) as direct:
@@ -113,9 +128,12 @@ def test_cached_prefixes_are_known_by_dynamos_kv_events(fleet: Fleet) -> None:
         prompt = " ".join(f"{number} apples and pears," for number in range(40))
         async with Client(fleet.url) as front:
             before = (await values(fleet, "cached_tokens_total"))["decode", "expected"]
+            texts = set()
             async with asyncio.timeout(WAIT_S):  # events take a moment to arrive
                 while (await values(fleet, "cached_tokens_total"))["decode", "expected"] <= before:
-                    await complete(front, prompt=prompt)
+                    texts.add((await complete(front, prompt=prompt))["text"])
+        assert len(texts) == 1
+        assert None not in texts, "cached or computed, the answer is the same"
 
     asyncio.run(run())
 
@@ -137,9 +155,14 @@ def test_a_client_that_leaves_takes_its_load_with_it(fleet: Fleet) -> None:
             async with asyncio.timeout(WAIT_S):
                 while not any((await values(fleet, "worker_running")).values()):
                     await asyncio.sleep(0.02)
+            before = await values(fleet, "requests_total")
             asked.cancel()
             await asyncio.gather(asked, return_exceptions=True)
         await until_idle(fleet)
+        after = await values(fleet, "requests_total")
+        assert {key: count - before.get(key, 0) for key, count in after.items() if count != before.get(key)} == {
+            ("cancelled", "other"): 1
+        }
 
     asyncio.run(run())
 

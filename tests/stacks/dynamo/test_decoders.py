@@ -162,13 +162,29 @@ def test_a_config_with_workers_is_refused(tmp_path: Any) -> None:
     assert command.read_settings(None) == GatewayConfig()
 
 
-def test_a_missing_dynamo_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--decoders", "backend"), "--decoders=backend must be NAMESPACE.COMPONENT.ENDPOINT"),
+        (("--endpoint", "a..b"), "--endpoint=a..b must be"),
+        (("--endpoint", "decoders.coterie.generate"), "two namespaces"),
+        (("--config", "/nowhere"), "/nowhere"),
+        ((), "coterie[dynamo]"),
+    ],
+)
+def test_what_cannot_be_started_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
+) -> None:
     def none(name: str) -> str:
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(command, "version", none)
-    with pytest.raises(UnavailableError, match=r"coterie\[dynamo\]"):
-        command.check_installed()
+    monkeypatch.setattr("sys.argv", ["dynamo", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    printed = capsys.readouterr().err
+    assert (ended.value.code, printed.count("\n")) == (2, 1)
+    assert said in printed
 
 
 def test_an_untested_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import sys
 import warnings
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -38,6 +37,17 @@ def read_settings(path: Path | None) -> GatewayConfig:
     return config
 
 
+def check_endpoints(decoders: str, endpoint: str) -> None:
+    """Raise ConfigError for names that Dynamo cannot use, or in one namespace, where the frontend sees both."""
+    for option, name in (("--decoders", decoders), ("--endpoint", endpoint)):
+        check(name.count(".") == 2 and all(name.split(".")), f"{option}={name} must be NAMESPACE.COMPONENT.ENDPOINT")
+    namespace = decoders.partition(".")[0]
+    check(
+        namespace != endpoint.partition(".")[0],
+        f"--decoders and --endpoint must have two namespaces, not {namespace!r}: the frontend watches the second",
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m coterie.stacks.dynamo", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--config", type=Path, help="YAML file with `decode`, and `predictor`, as for coterie serve")
@@ -47,8 +57,9 @@ def main() -> None:
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     try:
-        check_installed()
+        check_endpoints(given.decoders, given.endpoint)
         config = read_settings(given.config)
+        check_installed()
         import uvloop  # comes with Dynamo, whose own components use it
 
         from coterie.stacks.dynamo.component import Settings, serve_component
@@ -59,7 +70,7 @@ def main() -> None:
         }
         uvloop.run(serve_component(Settings(given.decoders, given.endpoint, given.model_path), config, planes))
     except CoterieError as error:
-        sys.exit(f"error: {error}")
+        parser.exit(2, f"error: {error}\n")
 
 
 if __name__ == "__main__":

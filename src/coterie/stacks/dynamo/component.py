@@ -236,10 +236,20 @@ async def serve_component(settings: Settings, config: GatewayConfig, planes: dic
     """Serve until SIGTERM or SIGINT; running requests finish first."""
     loop = asyncio.get_running_loop()
     runtime = DistributedRuntime(loop, planes["discovery"], planes["request"])
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, runtime.shutdown)
     component = Component(runtime, settings, config)
-    endpoint = await component.start()
+    starting = asyncio.create_task(component.start())
+
+    def stop() -> None:
+        starting.cancel()
+        runtime.shutdown()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    LOG.info("waiting for a decode worker at %s", settings.decoders)
+    await asyncio.wait([starting])
+    if starting.cancelled():
+        return
+    endpoint = starting.result()
     runtime.set_health_status(True)
     LOG.info("%s routes to %s by %s", settings.endpoint, settings.decoders, config.decode.router)
     await endpoint.serve_endpoint(component.generate, graceful_shutdown=True)

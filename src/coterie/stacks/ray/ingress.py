@@ -20,6 +20,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, NamedTuple
 
+from coterie.errors import check_at_least
 from coterie.gateway.exchange.call import CHAT, COMPLETIONS, Call, checked_id, make_call, parse_object
 from coterie.gateway.exchange.flow import RETRY_AFTER, may_retry
 from coterie.gateway.exchange.relay import DONE
@@ -61,6 +62,7 @@ class PrefillFirst:
         self, prefill: DeploymentHandle, decode: DeploymentHandle, retries: int = 3, context_tokens: int = 0
     ) -> None:
         """`context_tokens` is the longest context of a decode replica; 0 if unknown."""
+        check_at_least(0, retries=retries, context_tokens=context_tokens)
         self._prefill, self._decode = (one.options(method_name="answer", stream=True) for one in (prefill, decode))
         self._retries, self._context_tokens = retries, context_tokens
         self._failures = metrics.Counter(
