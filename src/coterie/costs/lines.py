@@ -83,7 +83,8 @@ class StepCost:
             links = arrival_links(spec, model.topology)
             arrival = (exchange_us(links, 2e4) - exchange_us(links, 1e4)) / 1e4
         slots = share = None
-        if placement is not None and not _is_linear(placement):
+        in_order = np.arange(spec.num_experts)  # prices of experts in order need no table of slots
+        if placement is not None and not np.array_equal(placement.slot_experts, [in_order] * placement.num_layers):
             slots, _, replicas = Slots.of(placement)
             share = 1.0 / replicas
         return cls(
@@ -128,12 +129,6 @@ class StepCost:
 
     def __post_init__(self) -> None:
         check_at_least(1, num_ranks=self.num_ranks)
-
-
-def _is_linear(placement: Placement) -> bool:
-    return placement.num_slots == placement.num_experts and bool(
-        (placement.slot_experts == np.arange(placement.num_experts)).all()
-    )
 
 
 @helper()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-pytest.importorskip("grpc", reason="the picker needs coterie[envoy]")
+pytest.importorskip("hpack", reason="the picker needs coterie[envoy]")
 
 from canned_pairs import deleted, footprint_on, prefills
 from canned_workers import Canned, canned_workers, held, opens, says

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-pytest.importorskip("grpc", reason="the picker needs coterie[envoy]")
+pytest.importorskip("hpack", reason="the picker needs coterie[envoy]")
 
 import grpc
 import grpc.aio
@@ -281,7 +281,7 @@ def test_a_port_in_use_is_one_line() -> None:
 def test_an_untested_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert envoy.untested() == []
     monkeypatch.setattr(envoy, "version", lambda _: "99.1.2")
-    assert [problem.split()[1:3] for problem in envoy.untested()] == [["grpcio", "99.1.2"], ["protobuf", "99.1.2"]]
+    assert [problem.split()[1:3] for problem in envoy.untested()] == [["hpack", "99.1.2"], ["protobuf", "99.1.2"]]
     monkeypatch.setattr(envoy, "version", lambda _: "main")
     assert len(envoy.untested()) == 2
 
@@ -289,7 +289,7 @@ def test_an_untested_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_body_is_cut_into_messages_and_an_empty_one_is_sent() -> None:
     for size in (0, 1, CHUNK_BYTES, CHUNK_BYTES + 1):
         replies = [
-            reply.request_body.response.body_mutation.streamed_response
+            ProcessingResponse.FromString(reply).request_body.response.body_mutation.streamed_response
             for reply in body_replies("request_body", b"x" * size, True)
         ]
         assert sum(len(reply.body) for reply in replies) == size

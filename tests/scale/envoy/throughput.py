@@ -54,6 +54,16 @@ async def _measure(url: str, seconds: float, clients: int) -> list[float]:
     return took
 
 
+async def _served(url: str) -> None:
+    """Wait until requests are answered: Envoy knows its pickers, and they know the workers."""
+    upstream, status = Upstream(url), 0
+    while status != 200:
+        answer = await upstream.send("POST", "/v1/completions", HEADERS, BODY)
+        await answer.read()
+        status = answer.status
+    await upstream.close()
+
+
 @contextlib.contextmanager
 def _process(*command: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -95,6 +105,7 @@ async def _main(rounds: int, pickers: int, seconds: float) -> None:
             urls = {"plain Envoy": proxy.plain_url, f"with {pickers} picker(s)": proxy.url}
             rates: dict[str, list[float]] = {name: [] for name in urls}
             delays: dict[str, list[float]] = {name: [] for name in urls}
+            await _served(proxy.url)
             for number in range(rounds + 1):
                 for name, url in urls.items():
                     alone = await _measure(url, seconds / 2, 1)

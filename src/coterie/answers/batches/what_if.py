@@ -92,7 +92,9 @@ class Simulated:
 
 def simulate(options: SimulateOptions, report: Report) -> Simulated:
     """Serve the same requests under fcfs and every chosen strategy."""
-    config, given = _read_config(options.config)
+    config = None if options.config is None else CapsConfig.read(options.config)
+    # Only the fields that the file sets describe the user's model; defaults do not.
+    given = frozenset(() if options.config is None else json.loads(options.config.read_bytes()))
     names = _names(options, config)
     check_known("predictor", options.predictor, [*predictors.names(), *[DRY_RUN] * (options.with_model is not None)])
     work = _work(options, config, given, report)
@@ -150,13 +152,6 @@ def simulate(options: SimulateOptions, report: Report) -> Simulated:
 
 
 # ------------------------------------------------------------------------------------------------------ settings
-
-
-def _read_config(path: Path | None) -> tuple[CapsConfig | None, frozenset[str]]:
-    """Return the config and the fields it sets: only these describe the user's model, defaults do not."""
-    if path is None:
-        return None, frozenset()
-    return CapsConfig.read(path), frozenset(json.loads(path.read_bytes()))
 
 
 def _names(options: SimulateOptions, config: CapsConfig | None) -> list[str]:

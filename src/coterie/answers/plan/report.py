@@ -150,11 +150,6 @@ def by_link(plan: Plan, topology: Topology, slots_per_rank: int) -> dict[str, di
     }
 
 
-def plan_verdict(planned: Planned, found: dict[str, Any]) -> str:
-    """Say whether the plan pays, at which batch size, and how certain that is; then what is local under it."""
-    return _pays(planned, found) + _local(planned.locality, found["ranks"])
-
-
 def _local(locality: LocalShares | None, ranks: int) -> str:
     if locality is None:
         return ""
@@ -166,7 +161,8 @@ def _local(locality: LocalShares | None, ranks: int) -> str:
     )
 
 
-def _pays(planned: Planned, found: dict[str, Any]) -> str:
+def plan_verdict(planned: Planned, found: dict[str, Any]) -> str:
+    """Say whether the plan pays, at which batch size, and how certain that is; then what is local under it."""
     where = (
         f"for {found['model']} in {found['dtype']} on {counted(found['ranks'], 'rank')} of {found['preset']}, "
         f"{found['batch']:,} tokens a step"
@@ -187,7 +183,8 @@ def _pays(planned: Planned, found: dict[str, Any]) -> str:
     elif opening != NOT and found["moves"]:
         facts.append(f"moves are paid for after {counted(max(1, math.ceil(steps)), 'step')}")
     gain = f"{what} {change(percent, TIME)}"
-    return verdict_of(where, Interval(percent, None, None), gain, now, sure, *facts, opening=opening)
+    said = verdict_of(where, Interval(percent, None, None), gain, now, sure, *facts, opening=opening)
+    return said + _local(planned.locality, found["ranks"])
 
 
 def next_command(planned: Planned, found: dict[str, Any]) -> str:

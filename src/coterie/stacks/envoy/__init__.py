@@ -1,7 +1,7 @@
 """An endpoint picker for Envoy: the Gateway API inference extension, and llm-d.
 
 Envoy asks over gRPC where each request shall go (external processing, ext_proc), and passes the request and its answer
-through. The picker chooses among the gateway's workers by the gateway's signals and routers. It needs grpcio and
+through. The picker chooses among the gateway's workers by the gateway's signals and routers. It needs hpack and
 protobuf, which ``pip install 'coterie[envoy]'`` brings.
 """
 
@@ -15,7 +15,7 @@ from coterie.errors import ConfigError
 if TYPE_CHECKING:
     from coterie.stacks.envoy.picker import Picker
 
-TESTED = {"grpcio": ((1, 71), (1, 85)), "protobuf": ((6, 30), (7, 36))}
+TESTED = {"hpack": ((4, 1), (4, 2)), "protobuf": ((6, 30), (7, 36))}
 """Package → oldest and newest version that the picker was tested with."""
 
 
@@ -25,7 +25,7 @@ def picker_class() -> type[Picker]:
         from coterie.stacks.envoy.picker import Picker
     except ImportError as error:
         raise ConfigError(
-            f"the picker for Envoy needs grpcio and protobuf: pip install 'coterie[envoy]' ({error})"
+            f"the picker for Envoy needs hpack and protobuf: pip install 'coterie[envoy]' ({error})"
         ) from None
     return Picker
 

@@ -13,7 +13,6 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
-import grpc.aio
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +27,8 @@ from coterie.gateway.exchange.relay import USAGE, usage_in, usage_of
 from coterie.gateway.exchange.vllm_pair import Handoff, RefusedPrefill, VllmPairFlow
 from coterie.gateway.fleet.waiting import Refused
 from coterie.gateway.gateway import DOMAIN_HEADER, DRAINING, REFUSALS, Gateway
+from coterie.net.grpc_server import DEADLINE_EXCEEDED, GrpcError
+from coterie.net.grpc_server import Call as Stream
 from coterie.net.http1 import Headers, HttpError, is_event_stream
 from coterie.net.http1.messages import check_http, split_target
 from coterie.stacks.envoy.messages import (
@@ -35,6 +36,7 @@ from coterie.stacks.envoy.messages import (
     body_replies,
     endpoints_in,
     pairs,
+    part_of,
     plain_reply,
     refusal,
     route_to,
@@ -97,14 +99,8 @@ class PrefillRefused(HttpError):
 class Exchange:
     """One stream of Envoy."""
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        section: PickerSection,
-        context: grpc.aio.ServicerContext[Any, Any],
-        task: asyncio.Task[Any],
-    ) -> None:
-        self.gateway, self.parts, self.section, self.context, self.task = gateway, gateway.parts, section, context, task
+    def __init__(self, gateway: Gateway, section: PickerSection, stream: Stream) -> None:
+        self.gateway, self.parts, self.section, self.stream = gateway, gateway.parts, section, stream
         self.started = time.monotonic()
         self.headers: dict[bytes, bytes] = {}
         self.path = ""
@@ -135,31 +131,28 @@ class Exchange:
             self.outcome = Outcome(error.status, problem=str(error))
             await self._refuse(error.status, error.body(), error.headers)
         except asyncio.CancelledError:
-            if self.task not in self.gateway.late:
+            if self.stream.task not in self.gateway.late:
                 raise
-            self.task.uncancel()
+            self.stream.task.uncancel()
             self.outcome = Outcome(504, problem="timeout")
-            await self.context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no whole answer in time")
+            raise GrpcError(DEADLINE_EXCEEDED, "no whole answer in time") from None
         finally:
             self._end()
 
     async def _read(self) -> tuple[str, Any, Any]:
         """Return the next part: its kind, itself and the whole message; the kind is empty if Envoy ended the stream."""
-        message = await self.context.read()
-        if message is grpc.aio.EOF:
-            return "", None, None
-        (field, part), *_ = message.ListFields()
-        return field.name, part, message
+        message = await self.stream.read()
+        return ("", None, None) if message is None else part_of(message)
 
     async def _refuse(self, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> None:
         named = {name.decode(): value for name, value in headers} | {"content-type": b"application/json"}
-        await self.context.write(refusal(status, body, named))
+        await self.stream.write(refusal(status, body, named))
 
     async def _pass_on(self, kind: str, part: Any) -> None:
         """Send a part back unchanged."""
         replies = body_replies(kind, part.body, part.end_of_stream) if kind.endswith("_body") else [plain_reply(kind)]
         for reply in replies:
-            await self.context.write(reply)
+            await self.stream.write(reply)
 
     # -------------------------------------------------------------------------------------------------------- request
 
@@ -177,7 +170,7 @@ class Exchange:
             return True
         running = self.pool.keeper.running
         idlest = min(self._eligible(self.pool), key=lambda member: running(member.entry.id))
-        await self.context.write(route_to(endpoint_of(idlest.entry.url), headers_for(idlest)))
+        await self.stream.write(route_to(endpoint_of(idlest.entry.url), headers_for(idlest)))
         while kind:  # the answer too: Envoy loses its body if the picker ends the stream
             kind, part, _ = await self._read()
             if kind:
@@ -212,7 +205,7 @@ class Exchange:
             trusted=self.section.mode == "profiles",
         )
         gateway.in_flight.add(call.name)
-        gateway.deadlines[self.task] = self.started + gateway.config.limits.total_s
+        gateway.deadlines[self.stream.task] = self.started + gateway.config.limits.total_s
         return call
 
     # --------------------------------------------------------------------------------------------------------- choice
@@ -235,11 +228,11 @@ class Exchange:
             self.pool.came(sent)  # such an answer comes whole: nothing shows when its prompt was computed
         data = call.raw if self.handoff is None else self.handoff.body(call, sent.member, True)
         own = {REQUEST_ID.decode(): call.name.encode(), "content-length": b"%d" % len(data)}
-        await self.context.write(route_to(",".join(self._endpoints(sent, able)), headers_for(sent.member) | own))
+        await self.stream.write(route_to(",".join(self._endpoints(sent, able)), headers_for(sent.member) | own))
         for reply in body_replies("request_body", data, not self.trailers):
-            await self.context.write(reply)
+            await self.stream.write(reply)
         if self.trailers:
-            await self.context.write(plain_reply("request_trailers"))
+            await self.stream.write(plain_reply("request_trailers"))
         return sent
 
     async def _take_place(self) -> None:
@@ -367,8 +360,8 @@ class Exchange:
                 parts.flow.let_go(handoff, self.call, sent is not None and not refused)
         if self.waited_s is not None:
             parts.line.give_back()
-        self.gateway.deadlines.pop(self.task, None)
-        self.gateway.late.discard(self.task)
+        self.gateway.deadlines.pop(self.stream.task, None)
+        self.gateway.late.discard(self.stream.task)
         if self.call is not None:
             self.gateway.in_flight.discard(self.call.name)
             parts.watcher.ended(self.call, outcome, time.monotonic() - self.started, self.waited_s)

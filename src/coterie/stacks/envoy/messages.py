@@ -8,10 +8,13 @@ repeated entry of key and value, and an enumeration an int32: the wire is the sa
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, struct_pb2
+from google.protobuf.message import DecodeError
 
+from coterie.net.grpc_server import INVALID_ARGUMENT, GrpcError
 from coterie.wire.handoff import DP_RANK_HEADER
 
 ENDPOINT = "x-gateway-destination-endpoint"
@@ -93,6 +96,16 @@ HealthCheckRequest, HealthCheckResponse = MESSAGES["HealthCheckRequest"], MESSAG
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
+def part_of(message: bytes) -> tuple[str, Any, Any]:
+    """Return a message's part: its kind, itself, and the whole message. Raises GrpcError for one without a part."""
+    try:
+        whole = ProcessingRequest.FromString(message)
+        (field, part), *_ = whole.ListFields()
+    except (DecodeError, ValueError):
+        raise GrpcError(INVALID_ARGUMENT, "no ProcessingRequest") from None
+    return field.name, part, whole
+
+
 def pairs(message: Any) -> list[tuple[bytes, bytes]]:
     """Return the headers of a message, names in lower case."""
     return [
@@ -129,7 +142,7 @@ def served_by(message: Any) -> str:
 # ------------------------------------------------------------------------------------------------------------ writing
 
 
-def route_to(endpoints: str, headers: Mapping[str, bytes]) -> Any:
+def route_to(endpoints: str, headers: Mapping[str, bytes]) -> bytes:
     """Return the answer to a request's headers: the endpoints to go to, first the best, and headers to set."""
     reply = ProcessingResponse()
     common = reply.request_headers.response
@@ -139,33 +152,38 @@ def route_to(endpoints: str, headers: Mapping[str, bytes]) -> Any:
         common.header_mutation.remove_headers.append(RANK)
     balancer = reply.dynamic_metadata.fields[BALANCER].struct_value
     balancer.fields[ENDPOINT].string_value = endpoints
-    return reply
+    return _packed(reply)
 
 
-def body_replies(kind: str, body: bytes, end: bool) -> Iterator[Any]:
+def body_replies(kind: str, body: bytes, end: bool) -> Iterator[bytes]:
     """Yield the answers that pass a body on; `kind` is request_body or response_body."""
     for start in range(0, len(body) or 1, CHUNK_BYTES):
         reply = ProcessingResponse()
         streamed = getattr(reply, kind).response.body_mutation.streamed_response
         streamed.body = body[start : start + CHUNK_BYTES]
         streamed.end_of_stream = end and start + CHUNK_BYTES >= len(body)
-        yield reply
+        yield _packed(reply)
 
 
-def plain_reply(kind: str) -> Any:
+@cache
+def plain_reply(kind: str) -> bytes:
     """Return the answer that passes headers or trailers on unchanged."""
     reply = ProcessingResponse()
     getattr(reply, kind).SetInParent()
-    return reply
+    return _packed(reply)
 
 
-def refusal(status: int, body: bytes, headers: Mapping[str, bytes]) -> Any:
+def refusal(status: int, body: bytes, headers: Mapping[str, bytes]) -> bytes:
     """Return an answer that Envoy sends to the client at once."""
     reply = ProcessingResponse()
     reply.immediate_response.status.code = status
     reply.immediate_response.body = body
     _set(reply.immediate_response.headers, headers)
-    return reply
+    return _packed(reply)
+
+
+def _packed(reply: Any) -> bytes:
+    return bytes(reply.SerializeToString())
 
 
 def _set(mutation: Any, headers: Mapping[str, bytes]) -> None:

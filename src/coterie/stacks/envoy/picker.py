@@ -6,20 +6,15 @@ of the gateway.
 
 from __future__ import annotations
 
-import asyncio
-from pathlib import Path
-from typing import Any
-
-import grpc
-import grpc.aio
+import ssl
 
 from coterie.errors import ConfigError, check_given
 from coterie.gateway.config import PickerSection, address_of
 from coterie.gateway.serve import RunningGateway
-from coterie.net.access import Address
+from coterie.net.grpc_server import NOT_FOUND, Call, GrpcError, GrpcServer
 from coterie.stacks.envoy import untested
 from coterie.stacks.envoy.exchange import Exchange
-from coterie.stacks.envoy.messages import HealthCheckRequest, HealthCheckResponse, ProcessingRequest, ProcessingResponse
+from coterie.stacks.envoy.messages import HealthCheckRequest, HealthCheckResponse
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 READY = ("", "readiness", SERVICE)
@@ -31,11 +26,11 @@ class Picker:
     """Endpoint picker of a running gateway."""
 
     def __init__(self, running: RunningGateway) -> None:
-        self.gateway, self.parts = running.gateway, running.parts
+        self.gateway, self.parts, self._counters = running.gateway, running.parts, running.server.counters
         self.section: PickerSection = check_given(self.parts.config.picker, "the config has no section picker")
         self.port = 0
         """Port in use; 0 before the start."""
-        self._server: grpc.aio.Server | None = None
+        self._server: GrpcServer | None = None
 
     @property
     def ready(self) -> bool:
@@ -47,42 +42,35 @@ class Picker:
         """Serve. Raises ConfigError if the port or the certificate cannot be used."""
         for problem in untested():
             self.parts.log.warning(problem)
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-        process = grpc.stream_stream_rpc_method_handler(
-            self._process, ProcessingRequest.FromString, ProcessingResponse.SerializeToString
-        )
-        check = grpc.unary_unary_rpc_method_handler(
-            self._check, HealthCheckRequest.FromString, HealthCheckResponse.SerializeToString
-        )
-        self._server.add_generic_rpc_handlers(
-            (
-                grpc.method_handlers_generic_handler(SERVICE, {"Process": process}),
-                grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": check}),
-            )
-        )
-        address, files = str(Address(*address_of(self.section.listen))), (self.section.key, self.section.certificate)
+        handlers = {f"/{SERVICE}/Process": self._process, "/grpc.health.v1.Health/Check": self._check}
+        server = GrpcServer(handlers, self._failed)
+        address, section = address_of(self.section.listen), self.section
         try:
-            if files[0] is None:
-                self.port = self._server.add_insecure_port(address)
-            else:
-                pair = tuple(Path(file or "").read_bytes() for file in files)
-                self.port = self._server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
-        except (RuntimeError, OSError) as error:
-            raise ConfigError(f"picker: listen={self.section.listen} cannot be served: {error}") from None
-        await self._server.start()
+            tls = None
+            if section.certificate is not None:
+                tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+                tls.load_cert_chain(section.certificate, section.key)
+                tls.set_alpn_protocols(["h2"])
+            self.port = await server.start(*address, tls)
+        except OSError as error:  # an ssl.SSLError too
+            raise ConfigError(f"picker: listen={section.listen} cannot be served: {error}") from None
+        self._server = server
 
     async def close(self, drain_s: float) -> None:
         if self._server is not None:
-            await self._server.stop(drain_s)
+            await self._server.close(drain_s)
 
-    async def _check(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        if request.service == "liveness":
-            return HealthCheckResponse(status=SERVING)
-        if request.service not in READY:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"services are liveness, readiness and {SERVICE}")
-        return HealthCheckResponse(status=SERVING if self.ready else NOT_SERVING)
+    def _failed(self, error: BaseException) -> None:
+        self._counters.errors += 1
+        self.parts.log.failed(error)
 
-    async def _process(self, _: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        await Exchange(self.gateway, self.section, context, task).run()
+    async def _check(self, stream: Call) -> None:
+        service = HealthCheckRequest.FromString(await stream.read() or b"").service
+        if service != "liveness" and service not in READY:
+            raise GrpcError(NOT_FOUND, f"services are liveness, readiness and {SERVICE}")
+        healthy = service == "liveness" or self.ready
+        reply = HealthCheckResponse(status=SERVING if healthy else NOT_SERVING)
+        await stream.write(reply.SerializeToString())
+
+    async def _process(self, stream: Call) -> None:
+        await Exchange(self.gateway, self.section, stream).run()
