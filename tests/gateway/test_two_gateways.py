@@ -25,9 +25,10 @@ from coterie.prompts import load_prompts
 from gateway_runs import gateway, run
 from http1_peers import until
 
-RUNS, REQUESTS, CLIENTS, TOKENS = 10, 300, 32, (8, 41)
+RUNS, REQUESTS, CLIENTS, TOKENS = 10, 150, 32, (32, 161)
 """Answers differ in length, and clients pause for `THINK_S` on average. Otherwise requests end, and others begin, in
-bursts whose prompts are computed in one step: then gateways decide in the same moment, before either can tell."""
+bursts whose prompts are computed in one step: then gateways decide in the same moment, before either can tell. A
+request takes some ten intervals between two exchanges, as it should (docs/gateway/peers.md)."""
 THINK_S = 0.5
 MOST_LOST_PCT = 1.5
 
