@@ -445,7 +445,7 @@ def _known(problem: str) -> str:
     for name in re.findall(r"\.(\w+)|\[", where[1]) if where and (unknown or choice) else ():
         kind = next(field.type for field in kind.fields if field.encode_name == name) if name else kind.item_type
         if isinstance(kind, msgspec.inspect.UnionType):  # with None
-            kind = next(one for one in kind.types if not isinstance(one, msgspec.inspect.NoneType))
+            kind = next(other for other in kind.types if not isinstance(other, msgspec.inspect.NoneType))
     names = [field.encode_name for field in kind.fields] if unknown else kind.values if choice else ()
     return f"; known: {', '.join(names)}" if names else ""
 
