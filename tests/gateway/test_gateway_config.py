@@ -38,7 +38,14 @@ def test_a_whole_file() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("handshak: vllm", "handshak"),
+        ("handshak: vllm", "known: workers, listen, handshake"),
+        ("peers: {url: []}", "known: urls, every_s"),
+        ("workers: [{id: a, url: 'http://x', rol: both}]", "known: id, url, role"),
+        ("control: {advise: {rank: 8}}", "known: ranks,"),
+        ("picker: {mode: other}", "known: pick, prefill, profiles"),
+        ("pods: {selector: ''}", "app=vllm"),
+        ("pods: {selector: a, api: 'x:1'}", "http://HOST:PORT"),
+        ("peers: {urls: ['x:1']}", "http://HOST:PORT"),
         ("listen: 8000", "listen"),
         ("listen: localhost", "HOST:PORT"),
         ("listen: localhost:99999", "0 … 65535"),

@@ -122,8 +122,10 @@ def idle(found: Run) -> None:
 
 async def settled(found: Run) -> None:
     """Wait until nothing is left of any request; the test's own end is the limit."""
-    parts = found.running.parts
-    while parts.line.in_use or parts.line.waiting or any(pool.keeper.requests for pool in parts.pools.values()):
+    parts, names = found.running.parts, found.running.gateway.in_flight
+    while (
+        names or parts.line.in_use or parts.line.waiting or any(pool.keeper.requests for pool in parts.pools.values())
+    ):
         await asyncio.sleep(0.001)
     idle(found)
 

@@ -13,12 +13,14 @@ decode: {router: latency_aware, fit: router.safetensors}
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import msgspec.inspect
 import yaml
 
 from coterie.control import ControlSettings, SwitchbackSettings
@@ -430,9 +432,22 @@ def parse_config(text: str, path: Path) -> GatewayConfig:
         where = "YAML" if mark is None else f"line {mark.line + 1}"
         raise TraceError(path, where, f"cannot be parsed: {' '.join(problem.split())}") from None
     except (msgspec.ValidationError, ValueError) as error:
-        raise TraceError(path, "config", " ".join(str(error).split())) from None
+        raise TraceError(path, "config", " ".join(str(error).split()) + _known(str(error))) from None
     except (IndexError, KeyError, AttributeError, TypeError, OverflowError):  # raised by PyYAML, as for `!!int ""`
         raise TraceError(path, "YAML", "has a value that its tag does not fit") from None
+
+
+def _known(problem: str) -> str:
+    """Return what would be right instead of an unknown field or choice; empty if the problem is another."""
+    unknown, choice = "unknown field" in problem, "Invalid enum value" in problem
+    where = re.search(r" at `\$([^`]*)`", problem)
+    kind: Any = msgspec.inspect.type_info(GatewayConfig)
+    for name in re.findall(r"\.(\w+)|\[", where[1]) if where and (unknown or choice) else ():
+        kind = next(field.type for field in kind.fields if field.encode_name == name) if name else kind.item_type
+        if isinstance(kind, msgspec.inspect.UnionType):  # with None
+            kind = next(one for one in kind.types if not isinstance(one, msgspec.inspect.NoneType))
+    names = [field.encode_name for field in kind.fields] if unknown else kind.values if choice else ()
+    return f"; known: {', '.join(names)}" if names else ""
 
 
 def _value(text: str, path: Path) -> Any:

@@ -326,7 +326,8 @@ def _run(
     """
     mask = np.uint64(rows.shape[0] - 1)
     for block in range(count):  # without a branch, so that the processor waits for all of them at once
-        keys[block, 2] = rows[keys[block, 1] & mask, 0]
+        entry = keys[block, 1] & mask
+        keys[block, 2] = rows[entry, 0] + rows[entry, 2]  # both ends: an entry may lie in two cache lines
     for block in range(count):
         entry = _find(rows, keys[block, 0], keys[block, 1])
         word = rows[entry, 2] if entry >= 0 else _ZERO

@@ -195,4 +195,15 @@ def test_counts_that_cannot_be_are_refused(wrong: bytes) -> None:
     kept = KeptRequests("coterie-tiny", 2, (20, 2, 2, 4), [float(number) for number in range(20)], wrong)
     with pytest.raises(InputError):
         GatewayTraffic(GatewayConfig(), [], kept).source()
-    assert MOST_PROMPT >= 1
+
+
+def test_of_a_long_prompt_a_part_is_drawn_and_its_counts_and_length_are_whole() -> None:
+    counts = np.zeros((20, 2, 1, 4), "<u4")
+    counts[:, 0, :, :2], counts[:, 1, :, 2:] = 3 * MOST_PROMPT, 5
+    kept = KeptRequests("coterie-tiny", 2, counts.shape, [float(number) for number in range(20)], counts.tobytes())
+    source = GatewayTraffic(GatewayConfig(), [], kept).source()
+    assert source.trace.num_tokens == 20 * (MOST_PROMPT + 5)
+    assert source.trace.requests.prompt_tokens.tolist() == [3 * MOST_PROMPT] * 20
+    assert np.array_equal(source.counts.prefill, counts[:, 0])
+    assert source.trace.requests.arrival_s is not None
+    assert source.trace.requests.arrival_s.tolist() == list(range(20))

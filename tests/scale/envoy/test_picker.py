@@ -23,7 +23,7 @@ from coterie.net.http1.upstream import Upstream, UpstreamError
 from coterie.routing import Request
 from coterie.wire.footprints import KEY
 from envoys import SUBSET_HEADER, needs_envoy
-from gateway_runs import Client, Got, idle, run, settled
+from gateway_runs import Client, Got, run, settled
 from http1_peers import until
 from picked import Picked, behind_envoy, config_with, coordinate
 
@@ -100,7 +100,7 @@ def test_other_requests_go_to_a_worker_without_being_a_load(tmp_path: Path) -> N
             assert (await picked.client.ask("POST", "/tokenize", {"prompt": "x" * 200_000})).status == 200
             assert workers[0].asked[-1].body == {"prompt": "x" * 200_000}
             assert picked.decisions() == []
-            idle(picked.found)
+            await settled(picked.found)
 
     run(test)
 

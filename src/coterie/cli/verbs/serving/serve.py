@@ -152,8 +152,9 @@ def _print_check(config: GatewayConfig, path: Path, json: bool) -> None:
         print_json({"listen": config.listen, "workers": roles, "decode": config.decode.router})
     else:
         named = ", ".join(f"{count} {role}" for role, count in roles.items() if count) or "no"
+        pods = "" if config.pods is None else f" and the pods of {config.pods.selector}"
         print_verdict(
-            f"{path} is valid: {named} workers on {config.listen}, decode routed by {config.decode.router}.",
+            f"{path} is valid: {named} workers{pods} on {config.listen}, decode routed by {config.decode.router}.",
             f"coterie serve --config {path}",
         )
 
