@@ -138,11 +138,17 @@ def test_statuses() -> None:
         await call.write(await call.read() or b"")
         raise GrpcError(NOT_FOUND, "not: 100% ü")
 
+    async def refuses_at_length(_: Call) -> None:
+        raise GrpcError(NOT_FOUND, "ü" * 1000)
+
     async def test() -> None:
-        async with served({"Breaks": breaks, "Refuses": refuses}) as found, channel(found) as opened:
+        handlers: dict[str, Handler] = {"Breaks": breaks, "Refuses": refuses, "Long": refuses_at_length}
+        async with served(handlers) as found, channel(found) as opened:
             assert await status(opened, "/test/Breaks") == (grpc.StatusCode.INTERNAL, "the server failed")
             assert [type(failure) for failure in found.failures] == [ZeroDivisionError]
             assert await status(opened, "/test/Refuses", b"x") == (grpc.StatusCode.NOT_FOUND, "not: 100% ü")
+            code, text = await status(opened, "/test/Long")
+            assert (code, text) == (grpc.StatusCode.NOT_FOUND, "ü" * 21)
             assert (await status(opened, "/test/Unknown"))[0] == grpc.StatusCode.UNIMPLEMENTED
             large = b"x" * (MOST_MESSAGE + 1)
             assert (await status(opened, ECHO, large))[0] == grpc.StatusCode.RESOURCE_EXHAUSTED

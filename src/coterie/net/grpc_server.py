@@ -37,6 +37,8 @@ MOST_MESSAGE = 4 << 20
 """Most bytes of one message, as other gRPC servers have it."""
 MOST_HEAD = 32_768
 """Most bytes of a call's headers."""
+MOST_TEXT = 126
+"""Most bytes of a status's text: HPACK writes their number in one byte."""
 MOST_PATHS = 100
 """Most encoded headers whose path is kept."""
 OK, INVALID_ARGUMENT, DEADLINE_EXCEEDED, NOT_FOUND, TOO_LARGE, UNIMPLEMENTED, INTERNAL, UNAVAILABLE = (
@@ -118,7 +120,9 @@ class Call:
 
     async def write(self, message: bytes) -> None:
         """Send a message; wait while the client lets too few bytes through."""
-        self._begin()
+        if not self._begun:
+            self._begun = True
+            self._connection.send(frame(HEADERS, END_HEADERS, self._number, _ANSWER))
         self._unsent += b"\0" + len(message).to_bytes(4, "big") + message
         self.pump()
         while len(self._unsent) > MOST_UNSENT:
@@ -151,11 +155,6 @@ class Call:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _begin(self) -> None:
-        if not self._begun:
-            self._begun = True
-            self._connection.send(frame(HEADERS, END_HEADERS, self._number, _ANSWER))
-
     def _finish(self, status: int, text: str) -> None:
         """Send the status, unless the client is gone."""
         if self._connection.calls.pop(self._number, None) is None:
@@ -163,7 +162,7 @@ class Call:
         self.pump()
         fields = [_field(b"grpc-status", b"%d" % status)]
         if text:
-            fields.append(_field(b"grpc-message", quote(text[:80], safe=" ").encode()))
+            fields.append(_field(b"grpc-message", quote(text, safe=" ")[:MOST_TEXT].encode()))
         head = b"" if self._begun else _ANSWER
         flags = END_HEADERS | END_STREAM
         self._connection.send(frame(HEADERS, flags, self._number, head + b"".join(fields)))
