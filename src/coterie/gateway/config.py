@@ -14,6 +14,7 @@ decode: {router: latency_aware, fit: router.safetensors}
 from __future__ import annotations
 
 import re
+import ssl
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -297,6 +298,20 @@ class PickerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         check_at_least(1, endpoints=self.endpoints)
         check((self.certificate is None) == (self.key is None), "picker: certificate and key must be given together")
         address_of(self.listen)
+
+    def tls(self) -> ssl.SSLContext | None:
+        """Read the certificate and its key. Raises ConfigError if they cannot be used."""
+        if self.certificate is None:
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.set_alpn_protocols(["h2"])
+        try:
+            context.load_cert_chain(self.certificate, self.key)
+        except OSError as error:  # an ssl.SSLError too
+            raise ConfigError(
+                f"picker: certificate={self.certificate} and key={self.key} must be PEM files that belong together: {error}"
+            ) from None
+        return context
 
 
 class PeerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
