@@ -237,5 +237,5 @@ def test_a_pickers_certificate_that_cannot_be_read_is_named_before_the_start(tmp
         if text is not None:
             wrong.write_text(text)
         picker = PickerSection(certificate=str(wrong), key=str(wrong))
-        with pytest.raises(ConfigError, match="cert.pem and key"):
+        with pytest.raises(ConfigError, match="PEM files"):
             check_config(GatewayConfig(picker=picker))

@@ -308,9 +308,8 @@ class PickerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         try:
             context.load_cert_chain(self.certificate, self.key)
         except OSError as error:  # an ssl.SSLError too
-            raise ConfigError(
-                f"picker: certificate={self.certificate} and key={self.key} must be PEM files that belong together: {error}"
-            ) from None
+            files = f"certificate={self.certificate} and key={self.key}"
+            raise ConfigError(f"picker: {files} must be PEM files that belong together: {error}") from None
         return context
 
 
