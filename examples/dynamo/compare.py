@@ -115,10 +115,10 @@ async def measure(fleet: Any, count: int, requests: int, output: Path | None) ->
         runs = {name: await serve(contenders[name], workers, asked) for name in names}
         if number >= 0:
             rounds.append(runs)
-            found = json.dumps(report(rounds), indent=1)
-            print(found, flush=True)
+            printed = json.dumps(report(rounds), indent=1)
+            print(printed, flush=True)
             if output is not None:
-                output.write_text(found + "\n")
+                output.write_text(printed + "\n")
 
 
 def main() -> None:

@@ -40,9 +40,9 @@ def start_apps() -> None:
 
 def decoders(app: str) -> EmbeddedFleet:
     """Return the decode workers of an app, as the demo sees a fleet."""
-    told: list[dict[str, Any]] = serve.get_deployment_handle("Decode", app).broadcast("describe").results()
-    processes = [ServerProcess([], one["url"], Path()) for one in told]
-    events = [one["expert_events"] for one in told]
+    replicas: list[dict[str, Any]] = serve.get_deployment_handle("Decode", app).broadcast("describe").results()
+    processes = [ServerProcess([], replica["url"], Path()) for replica in replicas]
+    events = [replica["expert_events"] for replica in replicas]
     workers = [
         EmbeddedWorker(process, "decode", endpoint, "", "", FleetAccess())
         for process, endpoint in zip(processes, events, strict=True)

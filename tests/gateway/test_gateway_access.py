@@ -14,7 +14,7 @@ import pytest
 from canned_workers import Canned, canned_workers
 from coterie.errors import ConfigError
 from coterie.gateway.access import new_key
-from coterie.gateway.config import GatewayConfig
+from coterie.gateway.config import GatewayConfig, PickerSection
 from coterie.gateway.serve import RunningGateway, check_config
 from gateway_runs import Run, config_of, gateway, idle, run
 from http1_peers import Raw
@@ -229,3 +229,13 @@ def test_others_are_not_served_without_keys(listen: str, tmp_path: Path) -> None
     path = tmp_path / "keys.yaml"
     write_keys(path, "team")
     check_config(GatewayConfig(listen=listen, keys=str(path)))
+
+
+def test_a_pickers_certificate_that_cannot_be_read_is_named_before_the_start(tmp_path: Path) -> None:
+    wrong = tmp_path / "cert.pem"
+    for text in (None, "no certificate"):
+        if text is not None:
+            wrong.write_text(text)
+        picker = PickerSection(certificate=str(wrong), key=str(wrong))
+        with pytest.raises(ConfigError, match="PEM files"):
+            check_config(GatewayConfig(picker=picker))

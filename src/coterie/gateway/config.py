@@ -14,6 +14,7 @@ decode: {router: latency_aware, fit: router.safetensors}
 from __future__ import annotations
 
 import re
+import ssl
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -298,6 +299,19 @@ class PickerSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         check((self.certificate is None) == (self.key is None), "picker: certificate and key must be given together")
         address_of(self.listen)
 
+    def tls(self) -> ssl.SSLContext | None:
+        """Read the certificate and its key. Raises ConfigError if they cannot be used."""
+        if self.certificate is None:
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.set_alpn_protocols(["h2"])
+        try:
+            context.load_cert_chain(self.certificate, self.key)
+        except OSError as error:  # an ssl.SSLError too
+            files = f"certificate={self.certificate} and key={self.key}"
+            raise ConfigError(f"picker: {files} must be PEM files that belong together: {error}") from None
+        return context
+
 
 class PeerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Other gateways in front of the same workers."""
@@ -445,7 +459,7 @@ def _known(problem: str) -> str:
     for name in re.findall(r"\.(\w+)|\[", where[1]) if where and (unknown or choice) else ():
         kind = next(field.type for field in kind.fields if field.encode_name == name) if name else kind.item_type
         if isinstance(kind, msgspec.inspect.UnionType):  # with None
-            kind = next(one for one in kind.types if not isinstance(one, msgspec.inspect.NoneType))
+            kind = next(other for other in kind.types if not isinstance(other, msgspec.inspect.NoneType))
     names = [field.encode_name for field in kind.fields] if unknown else kind.values if choice else ()
     return f"; known: {', '.join(names)}" if names else ""
 

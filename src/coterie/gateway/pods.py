@@ -73,7 +73,7 @@ class PodWatch:
         namespace = self.section.namespace or (self.account / "namespace").read_text().strip()
         token = self.account / "token"
         headers = [(b"authorization", b"Bearer " + token.read_bytes().strip())] if token.exists() else []
-        target = f"/api/v1/namespaces/{quote(namespace)}/pods?labelSelector={quote(self.section.selector)}"
+        target = f"/api/v1/namespaces/{quote(namespace, '')}/pods?labelSelector={quote(self.section.selector)}"
         answer = await self.upstream.send("GET", target, headers)
         data = await answer.read(LIST_BYTES)
         check(answer.status == 200, f"HTTP {answer.status} for {target}")

@@ -67,8 +67,10 @@ Ready = Callable[["RunningGateway", Callable[[], None]], None]
 
 
 def check_config(config: GatewayConfig) -> None:
-    """Raise ConfigError for faults in keys and routers that would otherwise appear only when the gateway starts."""
+    """Raise ConfigError for faults in keys, certificates and routers that would otherwise appear only at the start."""
     check_access(config)
+    if config.picker is not None:
+        config.picker.tls()
     specs = {DECODE: config.decode} if config.handshake == "none" else {DECODE: config.decode, PREFILL: config.prefill}
     for pool, spec in specs.items():
         keeper = FleetKeeper(spec)

@@ -321,8 +321,8 @@ def _run(
 ) -> Any:
     """Match `count` more blocks for the workers in `alive`; returns False once no worker is left.
 
-    A worker that lacks a block is removed from `alive`, and the number of that block is its `depth`. `seen` holds the
-    last block's holders in its rows, and their word in the first row.
+    A worker that lacks a block is removed from `alive`, and the number of that block is its `depth`. `seen[0, 0]` is
+    the word of the last block, and `seen[1]` is space for the bits of its holders.
     """
     mask = np.uint64(rows.shape[0] - 1)
     for block in range(count):  # without a branch, so that the processor waits for all of them at once

@@ -74,7 +74,7 @@ class GatewayTraffic(msgspec.Struct):
         try:
             counts = np.frombuffer(kept.counts, "<u4").reshape(kept.shape)
             most = MOST_PROMPT, None
-            parts = [drawn_tokens(one[phase], kept.top_k, rng, most[phase]) for one in counts for phase in range(2)]
+            parts = [drawn_tokens(row[phase], kept.top_k, rng, most[phase]) for row in counts for phase in range(2)]
             tokens = counts[:, :, 0].sum(axis=2, dtype=np.int64) // kept.top_k
             lengths = [len(ids) for ids in parts]
             trace = ActivationTrace.from_arrays(

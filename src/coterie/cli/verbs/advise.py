@@ -139,7 +139,7 @@ def advise_command(
     known: dict[str, Any] = {}
     if config is not None:
         workers = live.workers if live is not None and fleet is None else config.workers
-        refuse({f"{fleet or trace} lists no worker that decodes": all(one.role == "prefill" for one in workers)})
+        refuse({f"{fleet or trace} lists no worker that decodes": all(entry.role == "prefill" for entry in workers)})
         known = _of_config(config, workers)
     named = known.pop("model", None)
     named = model or named

@@ -23,11 +23,11 @@ TESTED = "1.6.1"
 def check_installed() -> None:
     """Raise UnavailableError if Dynamo is missing; warn of a version that was not tested."""
     try:
-        found = version("ai-dynamo-runtime")
+        installed = version("ai-dynamo-runtime")
     except PackageNotFoundError:
         raise UnavailableError(f"Dynamo {TESTED} is needed: pip install 'coterie[dynamo]'") from None
-    if found != TESTED:
-        warnings.warn(f"ai-dynamo-runtime {found} was not tested with Coterie; {TESTED} was", stacklevel=2)
+    if installed != TESTED:
+        warnings.warn(f"ai-dynamo-runtime {installed} was not tested with Coterie; {TESTED} was", stacklevel=2)
 
 
 def read_settings(path: Path | None) -> GatewayConfig:

@@ -226,7 +226,7 @@ class Component:
             LOG.exception("the index of cached blocks cannot be asked")
             return None
         cached: dict[str, int] = {}
-        for row in scores["workers"]:  # one of each data-parallel rank
+        for row in scores["workers"]:  # a row for each data-parallel rank
             name, tokens = str(row["worker_id"]), row["device_blocks"] * scores["block_size"]
             cached[name] = max(cached.get(name, 0), tokens)
         return cached

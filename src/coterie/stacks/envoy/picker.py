@@ -6,8 +6,6 @@ of the gateway.
 
 from __future__ import annotations
 
-import ssl
-
 from coterie.errors import ConfigError, check_given
 from coterie.gateway.config import PickerSection, address_of
 from coterie.gateway.serve import RunningGateway
@@ -44,16 +42,11 @@ class Picker:
             self.parts.log.warning(problem)
         handlers = {f"/{SERVICE}/Process": self._process, "/grpc.health.v1.Health/Check": self._check}
         server = GrpcServer(handlers, self._failed)
-        address, section = address_of(self.section.listen), self.section
+        tls, listen = self.section.tls(), self.section.listen
         try:
-            tls = None
-            if section.certificate is not None:
-                tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-                tls.load_cert_chain(section.certificate, section.key)
-                tls.set_alpn_protocols(["h2"])
-            self.port = await server.start(*address, tls)
-        except OSError as error:  # an ssl.SSLError too
-            raise ConfigError(f"picker: listen={section.listen} cannot be served: {error}") from None
+            self.port = await server.start(*address_of(listen), tls)
+        except OSError as error:
+            raise ConfigError(f"picker: listen={listen} cannot be served: {error}") from None
         self._server = server
 
     async def close(self, drain_s: float) -> None:

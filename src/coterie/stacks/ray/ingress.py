@@ -63,7 +63,8 @@ class PrefillFirst:
     ) -> None:
         """`context_tokens` is the longest context of a decode replica; 0 if unknown."""
         check_at_least(0, retries=retries, context_tokens=context_tokens)
-        self._prefill, self._decode = (one.options(method_name="answer", stream=True) for one in (prefill, decode))
+        self._prefill = prefill.options(method_name="answer", stream=True)
+        self._decode = decode.options(method_name="answer", stream=True)
         self._retries, self._context_tokens = retries, context_tokens
         self._failures = metrics.Counter(
             "coterie_ingress_failures", "Tries that broke or were refused, by what followed.", ("stage", "followed_by")

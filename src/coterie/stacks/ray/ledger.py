@@ -38,8 +38,8 @@ class ReplicaCall(NamedTuple):
 
 def read_request(arguments: Iterable[Any]) -> ReplicaCall:
     """Read the first argument of a call that has ``kv_transfer_params``, as a key of a body or as an attribute."""
-    found = (one.get(PARAMS) if isinstance(one, Mapping) else getattr(one, PARAMS, None) for one in arguments)
-    params = next((one for one in found if isinstance(one, Mapping)), {})
+    values = (each.get(PARAMS) if isinstance(each, Mapping) else getattr(each, PARAMS, None) for each in arguments)
+    params = next((value for value in values if isinstance(value, Mapping)), {})
     footprint, problem = read_footprint(params)
     wanted = Request(prefilled=bool(without_footprint(params)))
     if footprint is None:
