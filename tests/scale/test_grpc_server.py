@@ -42,7 +42,7 @@ from coterie.net.grpc_server import (
     SETTINGS,
     WINDOW,
     WINDOW_UPDATE,
-    Call,
+    GrpcCall,
     GrpcError,
     GrpcServer,
     Handler,
@@ -57,7 +57,7 @@ ECHO = "/test/Echo"
 FEW = settings(max_examples=30, deadline=None)
 
 
-async def echo(call: Call) -> None:
+async def echo(call: GrpcCall) -> None:
     while (message := await call.read()) is not None:
         await call.write(message)
 
@@ -131,14 +131,14 @@ def test_messages_of_any_size_come_back_in_order_from_many_calls_at_once() -> No
 
 
 def test_statuses() -> None:
-    async def breaks(_: Call) -> None:
+    async def breaks(_: GrpcCall) -> None:
         raise ZeroDivisionError("secret")
 
-    async def refuses(call: Call) -> None:
+    async def refuses(call: GrpcCall) -> None:
         await call.write(await call.read() or b"")
         raise GrpcError(NOT_FOUND, "not: 100% ü")
 
-    async def refuses_at_length(_: Call) -> None:
+    async def refuses_at_length(_: GrpcCall) -> None:
         raise GrpcError(NOT_FOUND, "ü" * 1000)
 
     async def test() -> None:
@@ -164,7 +164,7 @@ def test_a_call_that_its_client_gives_up_is_cancelled(how: str) -> None:
     async def test() -> None:
         begun, ends = asyncio.Event(), []
 
-        async def waits(call: Call) -> None:
+        async def waits(call: GrpcCall) -> None:
             begun.set()
             try:
                 await call.read()
@@ -189,7 +189,7 @@ def test_close_waits_for_running_calls_and_cuts_those_that_last_longer() -> None
     async def test() -> None:
         begun, go = asyncio.Event(), asyncio.Event()
 
-        async def waits(call: Call) -> None:
+        async def waits(call: GrpcCall) -> None:
             begun.set()
             await go.wait()
             await call.write(b"done")
@@ -313,7 +313,7 @@ def test_any_cut_of_a_call_into_frames_and_packets_gives_the_same_answer(data: s
 def test_a_path_is_read_rightly_whatever_the_encoder_remembers(paths: list[int]) -> None:
     """The encoder's table changes what the same bytes mean."""
 
-    async def tells(call: Call, number: int) -> None:
+    async def tells(call: GrpcCall, number: int) -> None:
         await call.write(bytes([number]))
 
     async def test() -> None:
@@ -370,7 +370,7 @@ def test_a_client_may_not_send_without_end_what_is_not_read() -> None:
     async def test() -> None:
         go = asyncio.Event()
 
-        async def reads_late(call: Call) -> None:
+        async def reads_late(call: GrpcCall) -> None:
             await go.wait()
             await echo(call)
 

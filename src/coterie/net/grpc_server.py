@@ -32,7 +32,7 @@ MOST_WINDOW = (1 << 31) - 1
 WINDOW = 1 << 20
 """Bytes of a call, and 16 times as many of a connection, that clients may send before what was sent is read."""
 MOST_UNSENT = 65_536
-"""Bytes of a call's replies that wait before :meth:`Call.write` waits too."""
+"""Bytes of a call's replies that wait before :meth:`GrpcCall.write` waits too."""
 MOST_MESSAGE = 4 << 20
 """Most bytes of one message, as other gRPC servers have it."""
 MOST_HEAD = 32_768
@@ -76,17 +76,17 @@ class _BrokenConnection(Exception):
         self.code = code
 
 
-Handler = Callable[["Call"], Awaitable[None]]
+Handler = Callable[["GrpcCall"], Awaitable[None]]
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     return _HEAD.pack(len(payload) >> 16, len(payload) & 0xFFFF, kind, flags, stream) + payload
 
 
-class Call:
+class GrpcCall:
     """One call: read its messages, write replies. If the client gives it up, its task is cancelled."""
 
-    def __init__(self, connection: Connection, number: int) -> None:
+    def __init__(self, connection: GrpcConnection, number: int) -> None:
         self._connection, self._number = connection, number
         self._messages: deque[bytes] = deque()
         self._unread = self._owed = 0
@@ -212,7 +212,7 @@ class Call:
             self.wake()
 
 
-class Connection(asyncio.Protocol):
+class GrpcConnection(asyncio.Protocol):
     """One client's connection."""
 
     def __init__(self, server: GrpcServer) -> None:
@@ -231,7 +231,7 @@ class Connection(asyncio.Protocol):
         self._owed = 0
         self._out: list[bytes] = []
         self._paused = False
-        self.calls: dict[int, Call] = {}
+        self.calls: dict[int, GrpcCall] = {}
         self.window = self.call_window = FIRST_WINDOW
         """Bytes that the client lets this connection, and a new call, send."""
         self.frame_bytes = MOST_FRAME
@@ -353,7 +353,7 @@ class Connection(asyncio.Protocol):
         elif stream > self._newest or not stream % 2:
             raise _BrokenConnection(PROTOCOL_ERROR)
 
-    def _end(self, call: Call, flags: int) -> None:
+    def _end(self, call: GrpcCall, flags: int) -> None:
         if flags & END_STREAM:
             call.ended = True
             call.wake()
@@ -395,12 +395,12 @@ class Connection(asyncio.Protocol):
                 self._paths[block] = path
         return path
 
-    def _begin(self, stream: int, path: bytes) -> Call | None:
+    def _begin(self, stream: int, path: bytes) -> GrpcCall | None:
         server = self._server
         if server.draining or len(server.tasks) >= server.calls_at_once:
             self.reset(stream, REFUSED_STREAM)
             return None
-        call = self.calls[stream] = Call(self, stream)
+        call = self.calls[stream] = GrpcCall(self, stream)
         call.task = asyncio.create_task(call.run(server.handler(path), server.failed))
         server.tasks.add(call.task)
         call.task.add_done_callback(server.tasks.discard)
@@ -439,7 +439,7 @@ class GrpcServer:
         self, handlers: Mapping[str, Handler], failed: Callable[[BaseException], None], calls_at_once: int = 100_000
     ) -> None:
         self._handlers, self.failed, self.calls_at_once = handlers, failed, calls_at_once
-        self.connections: set[Connection] = set()
+        self.connections: set[GrpcConnection] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         self.draining = False
         self._server: asyncio.Server | None = None
@@ -450,7 +450,7 @@ class GrpcServer:
     async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> int:
         """Serve on an address; return the port. Raises OSError if it cannot be used."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: Connection(self), host, port, ssl=tls, backlog=1024)
+        self._server = await loop.create_server(lambda: GrpcConnection(self), host, port, ssl=tls, backlog=1024)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self, drain_s: float) -> None:
@@ -471,7 +471,7 @@ class GrpcServer:
             connection.close()
 
 
-async def _unknown(_: Call) -> None:
+async def _unknown(_: GrpcCall) -> None:
     raise GrpcError(UNIMPLEMENTED, "no such method")
 
 

@@ -27,16 +27,15 @@ from coterie.gateway.exchange.relay import USAGE, usage_in, usage_of
 from coterie.gateway.exchange.vllm_pair import Handoff, RefusedPrefill, VllmPairFlow
 from coterie.gateway.fleet.waiting import Refused
 from coterie.gateway.gateway import DOMAIN_HEADER, DRAINING, REFUSALS, Gateway
-from coterie.net.grpc_server import DEADLINE_EXCEEDED, GrpcError
-from coterie.net.grpc_server import Call as Stream
+from coterie.net.grpc_server import DEADLINE_EXCEEDED, GrpcCall, GrpcError
 from coterie.net.http1 import Headers, HttpError, is_event_stream
 from coterie.net.http1.messages import check_http, split_target
 from coterie.stacks.envoy.messages import (
     SUBSET,
     body_replies,
     endpoints_in,
+    message_part,
     pairs,
-    part_of,
     plain_reply,
     refusal,
     route_to,
@@ -99,7 +98,7 @@ class PrefillRefused(HttpError):
 class Exchange:
     """One stream of Envoy."""
 
-    def __init__(self, gateway: Gateway, section: PickerSection, stream: Stream) -> None:
+    def __init__(self, gateway: Gateway, section: PickerSection, stream: GrpcCall) -> None:
         self.gateway, self.parts, self.section, self.stream = gateway, gateway.parts, section, stream
         self.started = time.monotonic()
         self.headers: dict[bytes, bytes] = {}
@@ -142,7 +141,7 @@ class Exchange:
     async def _read(self) -> tuple[str, Any, Any]:
         """Return the next part: its kind, itself and the whole message; the kind is empty if Envoy ended the stream."""
         message = await self.stream.read()
-        return ("", None, None) if message is None else part_of(message)
+        return ("", None, None) if message is None else message_part(message)
 
     async def _refuse(self, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]]) -> None:
         named = {name.decode(): value for name, value in headers} | {"content-type": b"application/json"}

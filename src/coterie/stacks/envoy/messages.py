@@ -96,7 +96,7 @@ HealthCheckRequest, HealthCheckResponse = MESSAGES["HealthCheckRequest"], MESSAG
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
-def part_of(message: bytes) -> tuple[str, Any, Any]:
+def message_part(message: bytes) -> tuple[str, Any, Any]:
     """Return a message's part: its kind, itself, and the whole message. Raises GrpcError for one without a part."""
     try:
         whole = ProcessingRequest.FromString(message)

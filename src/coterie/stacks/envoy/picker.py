@@ -9,7 +9,7 @@ from __future__ import annotations
 from coterie.errors import ConfigError, check_given
 from coterie.gateway.config import PickerSection, address_of
 from coterie.gateway.serve import RunningGateway
-from coterie.net.grpc_server import NOT_FOUND, Call, GrpcError, GrpcServer
+from coterie.net.grpc_server import NOT_FOUND, GrpcCall, GrpcError, GrpcServer
 from coterie.stacks.envoy import untested
 from coterie.stacks.envoy.exchange import Exchange
 from coterie.stacks.envoy.messages import HealthCheckRequest, HealthCheckResponse
@@ -57,7 +57,7 @@ class Picker:
         self._counters.errors += 1
         self.parts.log.failed(error)
 
-    async def _check(self, stream: Call) -> None:
+    async def _check(self, stream: GrpcCall) -> None:
         service = HealthCheckRequest.FromString(await stream.read() or b"").service
         if service != "liveness" and service not in READY:
             raise GrpcError(NOT_FOUND, f"services are liveness, readiness and {SERVICE}")
@@ -65,5 +65,5 @@ class Picker:
         reply = HealthCheckResponse(status=SERVING if healthy else NOT_SERVING)
         await stream.write(reply.SerializeToString())
 
-    async def _process(self, stream: Call) -> None:
+    async def _process(self, stream: GrpcCall) -> None:
         await Exchange(self.gateway, self.section, stream).run()
