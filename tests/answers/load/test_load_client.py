@@ -155,7 +155,9 @@ def test_failures_before_the_first_byte(how: str) -> None:
 
 @pytest.mark.parametrize("how", AFTER)
 def test_failures_after_the_first_byte_are_cuts(how: str) -> None:
-    found = ask(AFTER[how], timeout_s=2.0 if "stall" in how else 60.0)
+    found = ask(AFTER[how], timeout_s=0.5 if "stall" in how else 60.0)
+    if "stall" in how and found.first is None:  # a busy machine has not read the first piece in time
+        found = ask(AFTER[how], timeout_s=60.0)
     assert found.failure == "cut", found
     assert found.first is not None
     assert found.problem
