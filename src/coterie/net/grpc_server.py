@@ -123,8 +123,12 @@ class GrpcCall:
         if not self._begun:
             self._begun = True
             self._connection.send(frame(HEADERS, END_HEADERS, self._number, _ANSWER))
-        self._unsent += b"\0" + len(message).to_bytes(4, "big") + message
-        self.pump()
+        data, connection = b"\0" + len(message).to_bytes(4, "big") + message, self._connection
+        if self._unsent or len(data) > min(self.window, connection.room, connection.frame_bytes):
+            self._unsent += data
+            self.pump()
+        else:  # nearly always, and without a copy
+            self._send(data)
         while len(self._unsent) > MOST_UNSENT:
             await self._woken()
 
@@ -205,11 +209,14 @@ class GrpcCall:
         while unsent and (room := min(self.window, connection.room, connection.frame_bytes)) > 0:
             part = bytes(unsent[:room])
             del unsent[:room]
-            self.window -= len(part)
-            connection.window -= len(part)
-            connection.send(frame(DATA, 0, self._number, part))
+            self._send(part)
         if len(unsent) <= MOST_UNSENT:
             self.wake()
+
+    def _send(self, data: bytes) -> None:
+        self.window -= len(data)
+        self._connection.window -= len(data)
+        self._connection.send(frame(DATA, 0, self._number, data))
 
 
 class GrpcConnection(asyncio.Protocol):

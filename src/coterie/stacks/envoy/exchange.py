@@ -50,6 +50,7 @@ COMPLETING = frozenset((COMPLETIONS, CHAT, EMBEDDINGS, GENERATE))
 """Paths whose requests are loads. Others go to the idlest worker, and their answers do not pass the picker."""
 PROFILE = b"epp-profile"
 POOLS = {b"prefill": PREFILL, b"decode": DECODE}
+ANSWER_HEADERS = frozenset((":status", "content-type"))
 MOST_ID = 1 << 31
 
 
@@ -303,8 +304,8 @@ class Exchange:
             if not kind:
                 return
             if kind == "response_headers":
-                headers = dict(pairs(part))
-                status, streams = int(headers.get(b":status", b"0")), is_event_stream(headers.items())
+                headers = pairs(part, ANSWER_HEADERS)
+                status, streams = int(dict(headers).get(b":status", b"0")), is_event_stream(headers)
                 sent = self._moved(sent, served_by(message))
             elif kind == "response_body" and part.body:
                 last = time.monotonic()

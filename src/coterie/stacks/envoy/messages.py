@@ -7,7 +7,7 @@ repeated entry of key and value, and an enumeration an int32: the wire is the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -106,10 +106,12 @@ def message_part(message: bytes) -> tuple[str, Any, Any]:
     return field.name, part, whole
 
 
-def pairs(message: Any) -> list[tuple[bytes, bytes]]:
-    """Return the headers of a message, names in lower case."""
+def pairs(message: Any, names: Collection[str] = ()) -> list[tuple[bytes, bytes]]:
+    """Return the headers of a message, or those of these names; Envoy sends names in lower case."""
     return [
-        (header.key.lower().encode(), header.raw_value or header.value.encode()) for header in message.headers.headers
+        (header.key.encode(), header.raw_value or header.value.encode())
+        for header in message.headers.headers
+        if not names or header.key in names
     ]
 
 
@@ -183,7 +185,8 @@ def refusal(status: int, body: bytes, headers: Mapping[str, bytes]) -> bytes:
 
 
 def _packed(reply: Any) -> bytes:
-    return bytes(reply.SerializeToString())
+    packed: bytes = reply.SerializeToString()
+    return packed
 
 
 def _set(mutation: Any, headers: Mapping[str, bytes]) -> None:
