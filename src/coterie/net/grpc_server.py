@@ -30,7 +30,7 @@ FIRST_WINDOW = 65_535
 """Bytes that may be sent before the first leave to send more, as HTTP/2 has it."""
 MOST_WINDOW = (1 << 31) - 1
 WINDOW = 1 << 20
-"""Bytes of a call, and 16 times as many of a connection, that clients may send before what was sent is read."""
+"""Bytes of a call that clients may send before what they sent is read. A connection has 16 times as many under way."""
 MOST_UNSENT = 65_536
 """Bytes of a call's replies that wait before :meth:`GrpcCall.write` waits too."""
 MOST_MESSAGE = 4 << 20

@@ -99,6 +99,22 @@ def test_health_names() -> None:
     run(test)
 
 
+def test_bytes_that_are_no_message_are_the_senders_fault() -> None:
+    async def test() -> None:
+        async with canned_workers("a") as workers, asked(config_with(workers)) as found:
+            await ready(found.picker)
+            for method in (f"/{SERVICE}/Process", "/grpc.health.v1.Health/Check"):
+                for message in (b"\xff", b"\x0a\xff") if "Health" in method else (b"\xff", b"\x12\xff", b""):
+                    stream = found.channel.stream_stream(method)()
+                    await stream.write(message)
+                    await stream.done_writing()
+                    assert await stream.code() == grpc.StatusCode.INVALID_ARGUMENT, (method, message)
+            await settled(found.found)
+            assert found.found.metrics['coterie_gateway_errors_total{kind="handler"}'] == 0
+
+    run(test)
+
+
 def test_not_ready_before_each_worker_was_checked() -> None:
     async def test() -> None:
         async with canned_workers("a") as workers, asked(config_with(workers)) as found:

@@ -96,14 +96,20 @@ HealthCheckRequest, HealthCheckResponse = MESSAGES["HealthCheckRequest"], MESSAG
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
+def read_message(kind: Any, message: bytes) -> Any:
+    """Decode a message of a class of :data:`MESSAGES`. Raises GrpcError for one that is none."""
+    try:
+        return kind.FromString(message)
+    except DecodeError:
+        raise GrpcError(INVALID_ARGUMENT, f"not a {kind.DESCRIPTOR.name}") from None
+
+
 def message_part(message: bytes) -> tuple[str, Any, Any]:
     """Return a message's part: its kind, itself, and the whole message. Raises GrpcError for one without a part."""
-    try:
-        whole = ProcessingRequest.FromString(message)
-        (field, part), *_ = whole.ListFields()
-    except (DecodeError, ValueError):
-        raise GrpcError(INVALID_ARGUMENT, "no ProcessingRequest") from None
-    return field.name, part, whole
+    whole = read_message(ProcessingRequest, message)
+    for field, part in whole.ListFields():
+        return field.name, part, whole
+    raise GrpcError(INVALID_ARGUMENT, "an empty ProcessingRequest")
 
 
 def pairs(message: Any, names: Collection[str] = ()) -> list[tuple[bytes, bytes]]:

@@ -12,7 +12,7 @@ from coterie.gateway.serve import RunningGateway
 from coterie.net.grpc_server import NOT_FOUND, GrpcCall, GrpcError, GrpcServer
 from coterie.stacks.envoy import untested
 from coterie.stacks.envoy.exchange import Exchange
-from coterie.stacks.envoy.messages import HealthCheckRequest, HealthCheckResponse
+from coterie.stacks.envoy.messages import HealthCheckRequest, HealthCheckResponse, read_message
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 READY = ("", "readiness", SERVICE)
@@ -58,7 +58,7 @@ class Picker:
         self.parts.log.failed(error)
 
     async def _check(self, stream: GrpcCall) -> None:
-        service = HealthCheckRequest.FromString(await stream.read() or b"").service
+        service = read_message(HealthCheckRequest, await stream.read() or b"").service
         if service != "liveness" and service not in READY:
             raise GrpcError(NOT_FOUND, f"services are liveness, readiness and {SERVICE}")
         healthy = service == "liveness" or self.ready
