@@ -1,4 +1,4 @@
-"""Batches that routing kernels must sort, and what they must give, from NumPy alone.
+"""Batches that routing kernels must sort, logits they must choose from, and what they must give, from NumPy alone.
 
 Run as a program, it checks every case on a device with the Triton kernels: on a CPU with TRITON_INTERPRET=1 set.
 """
@@ -6,7 +6,7 @@ Run as a program, it checks every case on a device with the Triton kernels: on a
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,10 +84,39 @@ def check_case(case: Case, device: str, dtype: Any, *, turns: int = 2, **how: An
                     raise AssertionError(f"{case.name}, {what}, {how}: rows differ in turn {turn}")
 
 
+def routers_logits(rng: np.random.Generator, rows: int, experts: int) -> Iterator[NDArray[np.float32]]:
+    """Logits [row, expert] with few, many and only equal values, infinities, both zeros and the smallest numbers."""
+    yield rng.normal(size=(rows, experts)).astype(np.float32)
+    yield rng.integers(-2, 3, (rows, experts)).astype(np.float32)
+    yield rng.choice(np.array([-np.inf, -1e-40, -0.0, 0.0, 1e-40, np.inf], np.float32), (rows, experts))
+    yield np.zeros((rows, experts), np.float32)
+
+
+def first_largest(row: NDArray[np.float32], k: int) -> list[int]:
+    """The k largest, largest first; of equal numbers the first; -0.0 is less than 0.0."""
+    return sorted(range(len(row)), key=lambda at: (-row[at], np.signbit(row[at]), at))[:k]
+
+
+def check_top_k(take: Callable[[Any, Any], None], device: str, rows: int) -> None:
+    """Check `take(logits, ids)`, which must write ids [row, k] and nothing beside them."""
+    import torch
+
+    rng = np.random.default_rng(0)
+    for experts, k in ((1, 1), (8, 2), (32, 4), (60, 6), (128, 8), (257, 8)):
+        wide = torch.full((rows, 3 * k), 99, dtype=torch.uint8 if experts <= 256 else torch.int16, device=device)
+        for logits in routers_logits(rng, rows, experts):
+            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                drawn = torch.from_numpy(logits).to(dtype)
+                take(drawn.to(device), wide[:, k : 2 * k])
+                want = [[99] * k + first_largest(row, k) + [99] * k for row in drawn.float().numpy()]
+                assert wide.tolist() == want, f"{experts} experts, k={k}, {dtype}"
+
+
 def main(device: str, largest: int) -> None:
     import torch
 
     from coterie.engines.kernels.routing import Launch
+    from coterie.engines.kernels.top_k import top_k_by_triton
 
     launches = (
         Launch(pairs=True, block=64, warps=1),
@@ -98,6 +127,7 @@ def main(device: str, largest: int) -> None:
     for at, case in enumerate(cases(np.random.default_rng(0), largest)):
         dtype = torch.int64 if at % 2 else torch.int32
         check_case(case, device, dtype, turns=1, backend="triton", launch=launches[at % len(launches)])
+    check_top_k(top_k_by_triton, device, largest // 4)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Sorting by expert, and permuting rows: the torch form here, the Triton form in its interpreter.
+"""Sorting by expert, permuting rows, the top k of logits: the torch form here, the Triton form in its interpreter.
 
 On a GPU the kernels themselves run, compiled, on larger batches too.
 """
@@ -14,18 +14,27 @@ import numpy as np
 import pytest
 
 from coterie.errors import ConfigError
-from kernel_cases import cases, check_case, main
+from kernel_cases import cases, check_case, check_top_k, main
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
 from coterie.engines.kernels.routing import permute_by_expert, sort_by_expert  # noqa: E402
+from coterie.engines.kernels.top_k import top_k_into  # noqa: E402
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.int16], ids=str)
 def test_torch_form_sorts_every_case(dtype: object) -> None:
     for case in cases(np.random.default_rng(1), 300):
         check_case(case, "cpu", dtype)
+
+
+def test_torch_form_takes_the_first_of_equal_logits() -> None:
+    check_top_k(top_k_into, "cpu", 40)
+
+
+def test_no_rows_have_no_experts() -> None:
+    top_k_into(torch.empty(0, 32), torch.empty(0, 4, dtype=torch.uint8))
 
 
 def test_triton_form_in_the_interpreter() -> None:

@@ -121,6 +121,23 @@ def test_a_draft_models_layer_is_left_out(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(worker.store.read(positions).expert_ids, ids)
 
 
+def test_logits_of_a_kernel_that_routes_internally_reach_their_positions(rng: np.random.Generator) -> None:
+    """The k largest, the first of equals; padding rows and rows of a draft model are left out."""
+    worker = Worker("cpu")
+    positions, ids = some_step(rng, 10)
+    worker.load(positions, ids, padded=16)
+    ids[:, :, 0], ids[:, :, 1] = ids.min(axis=2), ids.max(axis=2)
+    for column, layer in enumerate(LAYER_IDS):
+        logits = torch.zeros((80, EXPERTS), dtype=torch.bfloat16)  # more rows than the buffer has
+        logits[:10].scatter_(1, torch.as_tensor(ids[:, column]), 1.0)
+        worker.capture.capture_logits(layer, logits, worker.context)
+    worker.capture.capture_logits(99, torch.zeros((16, EXPERTS)), worker.context)
+    worker.writer.submit(edits(1, 10))
+    rows = worker.store.read(positions)
+    assert rows.known.all()
+    np.testing.assert_array_equal(rows.expert_ids, ids)
+
+
 def test_a_warm_up_step_writes_nothing(rng: np.random.Generator) -> None:
     worker = Worker("cpu")
     positions, ids = some_step(rng, 4)

@@ -1,4 +1,4 @@
-"""Triton kernels: stable counting sorts without atomics on global memory, and row copies.
+"""Triton kernels: stable counting sorts without atomics on global memory, row copies, and the top k of each row.
 
 An entry is one expert of one token, ``token x k + slot``. A place is an entry's index in the order by expert.
 
@@ -149,3 +149,23 @@ def copy_kernel(hidden, places, rows, width, stride, parts, K: tl.constexpr, BLO
     for slot in tl.static_range(K):
         place = tl.load(places + token * K + slot).to(tl.int64)
         tl.store(rows + place * width + columns, row, mask=keep)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def top_k_kernel(logits, ids, experts, logits_stride, ids_stride, K: tl.constexpr, PADDED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write each row's k largest logits' indices, largest first; of equal logits the smaller index. Grid: rows."""
+    row = tl.program_id(0).to(tl.int64)
+    every = tl.arange(0, PADDED)
+    inside = every < experts
+    wide: tl.constexpr = logits.dtype.element_ty.primitive_bitwidth == 32
+    number = tl.load(logits + row * logits_stride + every, mask=inside, other=0)
+    bits = number.to(tl.int32, bitcast=True) if wide else number.to(tl.int16, bitcast=True).to(tl.int32)
+    ordered = bits ^ ((bits >> 31) & (0x7FFFFFFF if wide else 0x7FFF))  # order of integers = order of floats
+    # The smaller index has the larger low bits. A 16-bit number and its index fit into 32 bits.
+    key = ((ordered.to(tl.int64) if wide else ordered) << 16) | (0xFFFF - every)
+    lowest: tl.constexpr = -0x7FFFFFFFFFFFFFFF if wide else -0x7FFFFFFF
+    key = tl.where(inside, key, lowest)
+    for slot in tl.static_range(K):
+        largest = tl.max(key, axis=0)
+        tl.store(ids + row * ids_stride + slot, (0xFFFF - (largest & 0xFFFF)).to(ids.dtype.element_ty))
+        key = tl.where(key == largest, lowest, key)

@@ -1,7 +1,8 @@
 """Capture in the worker: copy expert ids out of every MoE layer and write them to the position store once per step.
 
 The hook runs inside the model. Under CUDA graphs it runs only during graph capture, and its kernels are then replayed:
-it may therefore only copy tensors into buffers with fixed addresses. It copies the positions from the forward context
+it may therefore only write tensors into buffers with fixed addresses. Where a layer's kernel routes internally, the
+hook gets the router's logits and takes the top k itself. It copies the positions from the forward context
 in the same way, because both model runners keep the slot mapping in a fixed buffer that a graph reads at each replay.
 The scheduler provides the number of real rows of a step.
 
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from coterie.engines.kernels.top_k import top_k_into
 from coterie.errors import UnavailableError
 from coterie.footprints.positions import PositionStore
 
@@ -75,6 +77,14 @@ def local_rows(
     return Layout(start, start + local, gather)
 
 
+class _StepRows(NamedTuple):
+    """Rows that a layer routes, and the part of the buffer that their experts go to."""
+
+    rows: torch.Tensor
+    column: torch.Tensor
+    """[row, k]"""
+
+
 class StepCapture:
     """The hook of every MoE layer, and the buffers it fills. One per worker."""
 
@@ -102,17 +112,29 @@ class StepCapture:
 
     def capture(self, layer_id: int, topk_ids: torch.Tensor, context: Any) -> None:
         """Copy a layer's expert ids [row, k], before replicas are chosen; called by the layer."""
+        step = self._step_rows(layer_id, topk_ids, context)
+        if step is not None:
+            step.column.copy_(step.rows[:, : self.top_k])  # shared experts are dropped
+
+    def capture_logits(self, layer_id: int, logits: torch.Tensor, context: Any) -> None:
+        """Keep the experts of a layer whose kernel routes internally, by the router's logits [row, expert]."""
+        step = self._step_rows(layer_id, logits, context)
+        if step is not None:
+            top_k_into(step.rows, step.column)
+
+    def _step_rows(self, layer_id: int, routed: torch.Tensor, context: Any) -> _StepRows | None:
+        """Return this worker's rows of `routed` [row, …]; None if they are not kept. The first layer sets positions."""
         column = self._columns.get(layer_id)
         if column is None:  # the layer of a draft model
-            return
-        rows, data = topk_ids, context.dp_metadata
+            return None
+        rows, data = routed, context.dp_metadata
         if data is not None:
             by_rank = [int(n) for n in data.num_tokens_across_dp_cpu]
-            layout = local_rows(len(topk_ids), by_rank, self._rank, getattr(data, "local_sizes", None), self._tp_size)
-            whole = self._gather(topk_ids) if layout.gather and self._gather else topk_ids
+            layout = local_rows(len(routed), by_rank, self._rank, getattr(data, "local_sizes", None), self._tp_size)
+            whole = self._gather(routed) if layout.gather and self._gather else routed
             rows = whole[layout.start : layout.stop]
         if not self.on:  # checked after the gather, in which every rank must take part
-            return
+            return None
         if layer_id == self._first:
             positions = self._positions_of(context)
             if positions is None:  # warm-up step: keep nothing
@@ -120,9 +142,8 @@ class StepCapture:
             else:
                 mapped = min(len(positions), len(self.positions))
                 self.positions[:mapped].copy_(positions[:mapped])
-        if rows.shape[1] != self.top_k or len(rows) > len(column):  # drop shared experts, padding rows
-            rows = rows[: len(column), : self.top_k]
-        column[: len(rows)].copy_(rows)
+        rows = rows[: len(column)]  # without padding rows beyond the buffer
+        return _StepRows(rows, column[: len(rows)])
 
 
 def as_numpy(ids: torch.Tensor) -> NDArray[np.unsignedinteger]:

@@ -70,17 +70,20 @@ def moe_modules(config: Any) -> torch.nn.ModuleList:
 
 def captured_layers(modules: torch.nn.ModuleList, config: Any) -> list[int]:
     """Return the target model's MoE layers, in order; a draft model's layers have higher ids."""
-    from vllm.model_executor.layers.fused_moe.layer import MoERunner
-
     last = config.model_config.get_total_num_hidden_layers()
-    layer_ids = {
-        int(module.layer_id)
-        for module in modules.modules()
-        if isinstance(module, MoERunner) or (hasattr(module, "capture_fn") and hasattr(module, "layer_id"))
-    }
-    layers = sorted(layer for layer in layer_ids if layer < last)
+    layers = sorted({layer for module in _routing_modules(modules) if (layer := int(module.layer_id)) < last})
     check(layers, f"{config.model_config.model} has no MoE layer that vLLM lets be watched", UnavailableError)
     return layers
+
+
+def _routing_modules(modules: torch.nn.ModuleList) -> list[Any]:
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+    return [
+        module
+        for module in modules.modules()
+        if isinstance(module, MoERunner) or (hasattr(module, "capture_fn") and hasattr(module, "layer_id"))
+    ]
 
 
 class MapReader:
@@ -126,25 +129,68 @@ class _Capturer:
         self._capture, self._failed, self._context = capture, failed, get_forward_context
 
     def capture(self, layer_id: int, topk_ids: torch.Tensor) -> None:
+        self._guarded(self._capture.capture, layer_id, topk_ids)
+
+    def capture_logits(self, layer_id: int, logits: torch.Tensor) -> None:
+        self._guarded(self._capture.capture_logits, layer_id, logits)
+
+    def _guarded(self, hook: Callable[[int, torch.Tensor, Any], None], layer_id: int, routed: torch.Tensor) -> None:
         try:
-            self._capture.capture(layer_id, topk_ids, self._context())
+            hook(layer_id, routed, self._context())
         except Exception as error:
             self._capture.positions.fill_(-1)  # discard this step's rows
             self._failed(error)
 
 
+TOP_K_KERNELS = ("OAITritonMxfp4ExpertsMonolithic",)
+"""vLLM's experts that route internally by the k largest logits, as :mod:`coterie.engines.kernels.top_k` does.
+
+By default gpt-oss in mxfp4 on Hopper. Other kernels that route internally choose by biases or groups, or in an order
+that is not known where logits are equal: vLLM's own binding takes those that report their ids.
+"""
+
+
 def bind_capture(modules: torch.nn.ModuleList, capture: StepCapture, failed: Callable[[Exception], None]) -> None:
-    """Set the hook of every MoE layer with vLLM's own binding, including kernels that route internally."""
+    """Set the hook of every MoE layer: by vLLM's own binding, or on the logits of a kernel that routes internally."""
     from vllm.model_executor.layers.fused_moe import routed_experts_capturer
 
+    capturer = _Capturer(capture, failed)
+    inside = [module for module in modules if _routes_by_top_k(module)]
+    others = torch.nn.ModuleList([module for module in modules if module not in inside])
+    for runner in inside:
+        _bind_logits(runner, capturer)
+    if inside and not _routing_modules(others):  # vLLM's binding refuses a model without layers
+        return
     try:
-        getattr(routed_experts_capturer, "bind_routed_experts_capturer", _bind)(modules, _Capturer(capture, failed))
+        getattr(routed_experts_capturer, "bind_routed_experts_capturer", _bind)(others, capturer)
     except ValueError as error:
         raise UnavailableError(str(error)) from None
 
 
+def _routes_by_top_k(module: torch.nn.Module) -> bool:
+    """Whether a layer's kernel routes internally, by the k largest logits."""
+    kernel = getattr(getattr(module, "_quant_method", None), "moe_kernel", None)
+    experts = getattr(kernel, "fused_experts", None)
+    return (
+        type(experts).__name__ in TOP_K_KERNELS
+        and fits("capture of logits", "experts of a kernel that routes internally are not captured")
+        and bool(experts.renormalize)  # else the kernel takes the top k of a softmax, which has other ties
+    )
+
+
+def _bind_logits(runner: Any, capturer: _Capturer) -> None:
+    """Give the router's logits to the hook, in the operator that CUDA graphs already contain."""
+    experts, layer_id = runner.routed_experts, runner.layer_id
+
+    def forward_monolithic(x: Any, router_logits: Any = None, input_ids: Any = None) -> Any:
+        capturer.capture_logits(layer_id, router_logits)
+        return type(experts).forward_monolithic(experts, x=x, router_logits=router_logits, input_ids=input_ids)
+
+    experts.forward_monolithic = forward_monolithic
+
+
 def _bind(modules: torch.nn.ModuleList, capturer: _Capturer) -> None:
-    """Bind as the model runner of vLLM 0.26 does, which has no function for it; no kernel may route internally."""
+    """Bind as the model runner of vLLM 0.26 does, which has no function for it; none of these may route internally."""
     from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
     for module in modules.modules():

@@ -100,6 +100,13 @@ NEEDS: dict[str, tuple[str, ...]] = {
         "v1.request:Request.num_computed_tokens",
         "v1.request:Request.num_in_flight_tokens",
     ),
+    "capture of logits": (
+        "model_executor.layers.fused_moe.fused_moe_method_base:FusedMoEMethodBase.moe_kernel",
+        "model_executor.layers.fused_moe.modular_kernel:FusedMoEKernel.fused_experts()",
+        "model_executor.layers.fused_moe.routed_experts:RoutedExperts.forward_monolithic(x, router_logits, input_ids)",
+        "model_executor.layers.fused_moe.runner.moe_runner:MoERunner.routed_experts",
+        "model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe:OAITritonMxfp4ExpertsMonolithic.renormalize",
+    ),
     "scheduler": (
         "v1.core.sched.scheduler:Scheduler.connector",
         "v1.core.sched.scheduler:Scheduler.schedule",
