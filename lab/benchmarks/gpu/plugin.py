@@ -1,11 +1,13 @@
 """The plugin in real vLLM on a GPU: what it captures under CUDA graphs, what that costs, and the scheduler.
 
-    python lab/benchmarks/gpu/plugin.py run MODEL SEEN.json        # ids beside those of vLLM's own capturer
+    python lab/benchmarks/gpu/plugin.py run MODEL SEEN.json        # ids beside those that the engine used
     python lab/benchmarks/gpu/plugin.py ordered MODEL SEEN.json    # the scheduler, given the footprints of SEEN.json
     python lab/benchmarks/gpu/plugin.py cost MODEL [ROUNDS]
+    python lab/benchmarks/gpu/plugin.py top_k                      # the top k of logits beside vLLM's bundled kernel
 
-MODEL is a folder. Without weights in it they are random, and every step has a routing drawn anew. `cost` captures every
-graph twice, with the hook and without, and times decode steps of 16 rows with one and the other in turn.
+MODEL is a folder. Without weights in it they are random, and every step has a routing drawn anew. The engine's ids are
+those of vLLM's own capturer; where a kernel routes internally, as gpt-oss in mxfp4, those of the kernel's top k. `cost`
+captures every graph twice, with the hook and without, and times decode steps of 16 rows with one and the other in turn.
 """
 
 from __future__ import annotations
@@ -66,7 +68,10 @@ class Listener(threading.Thread):
 
 
 class Capturers:
-    """vLLM's own capturer behind the plugin's hooks, in this process; what it saw, by request."""
+    """The experts that the engine used, seen behind the plugin's hooks in this process, by request.
+
+    They come from vLLM's own capturer, and from the kernel's top k where a kernel routes internally.
+    """
 
     def __init__(self, own: bool = True) -> None:
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
@@ -84,8 +89,12 @@ class Capturers:
                 return
             self.own = RoutedExpertsCapturer(runner.scheduler_config.max_num_batched_tokens, runner.vllm_config)
             for module in runner.model.modules():
-                if isinstance(module, MoERunner) and (ours := module.router.capture_fn) is not None:
+                if isinstance(module, MoERunner) and module.is_monolithic:
+                    self.note_layer(module)
+                elif isinstance(module, MoERunner) and (ours := module.router.capture_fn) is not None:
                     module.router.set_capture_fn(partial(self.both, ours, module.layer_id))
+            if (kernels := sys.modules.get("triton_kernels.topk")) is not None:
+                self.note_top_k(kernels)
 
         def executed(runner: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
             if self.routing is not None and self.routing.logits is not None:
@@ -99,6 +108,28 @@ class Capturers:
             return result
 
         GPUModelRunner.initialize_kv_cache, GPUModelRunner.execute_model = initialized, executed
+
+    def note_layer(self, module: Any) -> None:
+        """Note the layer whose kernel is about to route."""
+        forward, layer = module.routed_experts.forward_monolithic, module.layer_id
+
+        def noted(**arguments: Any) -> Any:
+            self.layer = layer
+            return forward(**arguments)
+
+        module.routed_experts.forward_monolithic = noted
+
+    def note_top_k(self, kernels: Any) -> None:
+        """Keep the ids of the kernel's own top k; a graph that is captured from now on keeps them at each replay."""
+        top_k = kernels.topk
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            result = top_k(*args, **kwargs)
+            ids = result[1]
+            self.own.device_buffer[: len(ids), self.layer].copy_(ids)
+            return result
+
+        kernels.topk = noted
 
     def both(self, ours: Any, layer: int, ids: Any) -> None:
         ours(ids)
@@ -173,13 +204,14 @@ def run(folder: Path, seen: Path, ordered: bool) -> None:
         np.testing.assert_array_equal(footprint.counts, counts)
         theirs = own[name][: len(tokens) - event.cached_tokens]
         assert len(theirs) == len(tokens) - event.cached_tokens
-        wrong += int((ids[event.cached_tokens :] != theirs).any(axis=2).sum())
+        wrong += int((np.sort(ids[event.cached_tokens :]) != np.sort(theirs)).any(axis=2).sum())
         checked, cached = checked + theirs[..., 0].size, cached + event.cached_tokens
         record[name] = {"footprint": answer.kv_transfer_params[KEY], "tokens": tokens}
     steps, _, distinct = PositionStore.attach(ConnectorSettings(store=store).store_path("", 0)).totals
     print(
-        f"vLLM {vllm.__version__}, {spec.name}: {len(done)} requests, {steps} steps, {seconds:.1f} s; of {checked} "
-        f"token-layers {wrong} have other experts than by vLLM's own capturer ({cached} cached tokens not compared); "
+        f"vLLM {vllm.__version__}, {spec.name} in {spec.weight_dtype}: {len(done)} requests, {steps} steps, "
+        f"{seconds:.1f} s, async scheduling {engine.vllm_config.scheduler_config.async_scheduling}; of {checked} "
+        f"token-layers {wrong} have other experts than the engine used ({cached} cached tokens not compared); "
         f"{len(done)} footprints are the counts of their ids; {distinct / steps / spec.num_moe_layers:.2f} distinct "
         "experts a step and layer"
     )
@@ -241,10 +273,40 @@ def cost(folder: Path, rounds: int) -> None:
     print(json.dumps({**report, "rows": ROWS, "rounds": rounds, "steps": STEPS}))
 
 
+def top_k(rows: int = 100_000) -> None:
+    """Compare the top k of logits with the routing of vLLM's bundled triton_kernels: the experts of every gate."""
+    import torch
+    from vllm.utils.import_utils import has_triton_kernels
+
+    from coterie.engines.kernels.top_k import top_k_into
+
+    assert has_triton_kernels()
+    from triton_kernels.routing import routing
+
+    draw = torch.Generator(device="cuda").manual_seed(0)
+    for experts, k in ((32, 4), (128, 4)):  # gpt-oss-20b, gpt-oss-120b
+        normal = torch.randn(rows, experts, device="cuda", generator=draw).bfloat16()
+        few = torch.randint(-3, 4, (rows, experts), device="cuda", generator=draw).bfloat16() * 0.5
+        few = torch.where(torch.rand(few.shape, device="cuda", generator=draw) < 0.2, -few, few)  # both zeros
+        for name, logits in (("normal", normal), ("seven values", few)):
+            ids = torch.full((rows, k), 255, dtype=torch.uint8, device="cuda")
+            top_k_into(logits, ids)
+            data, gather, _ = routing(logits, k)
+            by_expert = torch.repeat_interleave(torch.arange(experts, device="cuda"), data.expt_hist)
+            theirs = torch.empty(rows * k, dtype=torch.long, device="cuda")
+            theirs[gather.src_indx.long()] = by_expert  # gates in the order of experts
+            largest = logits.sort(dim=1, descending=True).values
+            tied = int((largest[:, k - 1] == largest[:, k]).sum())
+            wrong = int((ids.long().sort().values != theirs.view(rows, k).sort().values).any(dim=1).sum())
+            print(f"top {k} of {experts}, {name}: {rows} rows, {tied} with a tie at the k-th place, {wrong} differ")
+
+
 def main() -> None:
     match sys.argv[1:]:
         case ["run" | "ordered" as how, folder, seen]:
             run(Path(folder), Path(seen), how == "ordered")
+        case ["top_k"]:
+            top_k()
         case ["cost", folder, *rounds]:
             cost(Path(folder), int(rounds[0]) if rounds else 40)
         case _:

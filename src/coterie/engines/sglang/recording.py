@@ -323,7 +323,11 @@ def _check_rows(ids: NDArray[np.integer], spec: ModelSpec) -> None:
         empty = np.argwhere((ids == 0).all(axis=2))
         if empty.size:
             token, layer = int(empty[0][0]), spec.moe_layer_ids[int(empty[0][1])]
-            raise InputError(f"routed_experts of token {token}, layer {layer} is all zero: it was not captured")
+            raise InputError(
+                f"routed_experts of token {token}, layer {layer} is all zero: it was not captured. SGLang captures "
+                "nothing with the MoE runner triton_kernel, gpt-oss's default on Hopper: start it with "
+                "--moe-runner-backend triton, which takes bf16 weights"
+            )
 
 
 SETTLE_S, DUMP_WAIT_S = 1.0, 60.0
