@@ -84,6 +84,47 @@ def test_wherever_a_worker_breaks_off(framing: str, resets: bool) -> None:
     run(test)
 
 
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n", b"\n", b""])
+def test_a_connection_that_breaks_after_the_last_event(end: bytes) -> None:
+    """The answer is whole. It ended with an error event after ``[DONE]`` and counted against the worker."""
+    said = b'data: {"choices":[]}\n\ndata: [DONE]' + end
+
+    async def script(spoken: Spoken) -> None:
+        if (await spoken.request()).startswith(b"GET"):
+            spoken.say(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+            return
+        spoken.say(HEAD + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (len(said), said))
+        await spoken.writer.drain()
+        await read.wait()
+        spoken.writer.transport.abort()
+
+    read = asyncio.Event()
+
+    async def test() -> None:
+        async with scripted(script) as url:
+            config = GatewayConfig(listen="127.0.0.1:0", workers=[WorkerEntry(id="a", url=url)], health=FAST)
+            async with gateway(config) as found:
+                await until(lambda: found.open("decode") == {"a"})
+                answer = await streamed(found)
+                got = await anext(answer)
+                read.set()
+                got += await answer.read()
+                assert got == (said if end.endswith(b"\n\r\n") or end == b"\n\n" else said + b"\n\n")
+                assert found.metrics['coterie_gateway_requests_total{outcome="ok",path="/v1/completions"}'] == 1
+                assert not any(value for name, value in found.metrics.items() if "worker_failures_total{" in name)
+                await settled(found)
+
+    run(test)
+
+
+def test_text_that_reads_like_a_last_event_is_none() -> None:
+    async def test() -> None:
+        said = HEAD + b'\r\ndata: {"choices":[{"text":"data: [DONE]'
+        assert await endings([said], resets=False) == ["worker_failed"]
+
+    run(test)
+
+
 def test_a_stream_that_its_worker_ends_early() -> None:
     """Its HTTP is whole, as of a proxy whose worker is gone; it was passed on as if it were complete."""
 

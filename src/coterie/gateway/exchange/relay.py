@@ -5,6 +5,7 @@ The head is sent with the first piece of the body, not before: until then the re
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import Annotated
@@ -14,10 +15,9 @@ import msgspec
 from coterie.net.http1 import Answer, Headers, HttpError, Responder, UpstreamError, passed_on
 
 USAGE = b'"usage"'
-DONE = b"[DONE]"
 TAIL_BYTES = 32
 """Last bytes of a stream that are kept: enough for its last event and the line ends after it."""
-
+_LAST = re.compile(rb"(?:\A|[\r\n])data: ?\[DONE\]\s*\Z")
 
 MOST_TOKENS = 1 << 31
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
@@ -82,7 +82,8 @@ async def pass_stream(
     """Send each piece as it arrives. Raises UpstreamError if the stream breaks before the first piece.
 
     `came` is called with the number of events of each piece: workers send about one per token. A stream that ends
-    without ``[DONE]`` is broken too: a failing worker or proxy may close it properly.
+    without ``[DONE]`` is broken too: a failing worker or proxy may close it properly. One with it is whole, even if its
+    connection breaks after it.
     """
     first = last = 0.0
     events, usage_piece, tail = 0, b"", b""
@@ -100,13 +101,16 @@ async def pass_stream(
             tail = piece[-TAIL_BYTES:] if len(piece) >= TAIL_BYTES else (tail + piece)[-TAIL_BYTES:]
             sink.write(piece)
             await sink.drain()
-        if answer.status == 200 and not tail.rstrip().endswith(DONE):
+        if answer.status == 200 and not is_whole(tail):
             raise UpstreamError("incomplete", "the stream ended before its last event", answered=True)
     except UpstreamError as error:
         if not sink.started:
             raise
-        sink.fail(HttpError(502, f"the worker's answer broke off: {WHY[error.kind]}", "worker_failed"))
-        return Relayed(first, last, events, problem=error)
+        if answer.status != 200 or not is_whole(tail):
+            sink.fail(HttpError(502, f"the worker's answer broke off: {WHY[error.kind]}", "worker_failed"))
+            return Relayed(first, last, events, problem=error)
+        if not tail.endswith((b"\n\n", b"\r\n\r\n")):
+            sink.write(b"\n\n")
     finally:
         answer.close()  # also if the client left while its buffer was full: the worker must stop generating
     if not sink.started:  # an empty stream
@@ -114,6 +118,11 @@ async def pass_stream(
         sink.start(answer.status, head_of(answer, own))
     sink.end()
     return Relayed(first, last, events, usage_in(usage_piece))
+
+
+def is_whole(tail: bytes) -> bool:
+    """Whether a stream whose last bytes these are has come to its last event, ``data: [DONE]``."""
+    return _LAST.search(tail) is not None
 
 
 def usage_of(body: bytes) -> Usage | None:

@@ -17,13 +17,14 @@ fetched the blocks before it broke, and the prefill worker may have reused them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, NamedTuple
 
 from coterie.errors import check_at_least
 from coterie.gateway.exchange.call import CHAT, COMPLETIONS, Call, checked_id, make_call, parse_object
 from coterie.gateway.exchange.flow import RETRY_AFTER, may_retry
-from coterie.gateway.exchange.relay import DONE
+from coterie.gateway.exchange.relay import is_whole
 from coterie.gateway.exchange.vllm_pair import check_generation
 from coterie.net.http1 import HttpError
 from coterie.net.http1.messages import check_http
@@ -133,15 +134,12 @@ class PrefillFirst:
     async def _passed(self, first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """Pass a stream on. If it breaks, or ends without its last event, the client gets an error event."""
         last = first
-        try:
+        with contextlib.suppress(Exception):  # a replica may die after its last event
             yield first
             async for piece in rest:
                 last = (last + piece)[-64:]
                 yield piece
-            broken = not last.rstrip().endswith(DONE)
-        except Exception:
-            broken = True
-        if broken:
+        if not is_whole(last):
             self._failures.inc(tags={"stage": "stream", "followed_by": "error"})
             yield HttpError(502, "the answer broke off: its replica ended", code="worker_failed").event()
 
