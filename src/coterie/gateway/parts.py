@@ -144,6 +144,7 @@ class GatewayParts:
         before = next((other for other in self.entries() if other.id == entry.id), None)
         if before == entry:
             return
+        reported = self.knowledge.maps.get(entry.id)
         if before is not None:
             self.remove_worker(entry.id)
         try:
@@ -154,6 +155,8 @@ class GatewayParts:
             if before is not None:
                 self._join(before, self.knowledge.held(before))
             raise
+        if reported is not None and before is not None and entry.expert_events == before.expert_events:
+            self.follow_map(entry.id, reported)  # its stream goes on, and says its map again only when it changes
 
     def _join(self, entry: WorkerEntry, held: Mask | None) -> None:
         for pool in self.pools_of(entry):
@@ -188,9 +191,7 @@ class GatewayParts:
         try:
             held = self.knowledge.follow(worker_id, entry.placement_rank, reported)
             for pool in self.pools_of(entry):
-                pool.keeper.join(entry.id, entry.places, entry.speed, held)
-                if pool.spec.placement is not None:
-                    pool.keeper.reload(pool.spec, {"placement": reported.placement()})
+                pool.follow(entry.id, reported.placement(), held)
             self.log.worker(worker_id, entry.role, "routed by its map", f"version {reported.version}")
         except CoterieError as error:
             self.log.warning(f"map {reported.version} of worker {worker_id!r} is ignored: {error}")
@@ -207,7 +208,7 @@ class GatewayParts:
 
     def set_router(self, pool: str, spec: RouterSpec) -> None:
         """Swap a pool's router. Raises ConfigError and keeps the old router if the new one cannot be made."""
-        self.pools[pool].keeper.reload(spec)
+        self.pools[pool].reload(spec)
         self._refresh_control()
 
     def as_configured(self, spec: RouterSpec) -> RouterSpec:
@@ -231,7 +232,7 @@ class GatewayParts:
         elif self.control is not None:
             before, self.control, self.watcher.sent = self.control, None, None
             if before.as_configured(pool.spec) != pool.spec:  # the loop's own fits are removed with it
-                pool.keeper.reload(before.as_configured(pool.spec))
+                pool.reload(before.as_configured(pool.spec))
             ending = asyncio.create_task(before.close(), name="end of the control loop")
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
@@ -316,9 +317,9 @@ class GatewayParts:
         for pool in self.pools.values():
             for member in pool.members.values():
                 member.configure(config)
-        wanted = self.pods | {entry.id: entry for entry in config.workers}
+        wanted = {*self.pods, *(entry.id for entry in config.workers)}
         for entry in self.entries():
-            if wanted.get(entry.id) != entry:
+            if entry.id not in wanted:
                 self.remove_worker(entry.id)
         for entry in config.workers:
             self.add_worker(entry)

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from canned_workers import canned_workers
+from control_cases import saved_fit
+from coterie.control import SwitchbackSettings
 from coterie.engines.vllm.publisher import EventPublisher
 from coterie.errors import InputError
-from coterie.gateway.config import GatewayConfig, WorkerEntry
+from coterie.gateway.config import ControlSection, GatewayConfig, WorkerEntry
+from coterie.gateway.control.live import LiveControl
+from coterie.gateway.control.messages import UseFit
 from coterie.gateway.exchange.knowledge import mask_of
 from coterie.gateway.fleet.spec import RouterSpec
+from coterie.net.access import FleetAccess
 from coterie.placement import PlacementMap, write_map
+from coterie.registry import needs
+from coterie.routing import Decision, Fleet, JoinShortestQueue, Request, RouterFit, routers
 from coterie.types import Placement
 from coterie.wire.expert_events import ExpertEvents, ExpertMap, decode_expert_events, encode_expert_events
 from gateway_runs import FAST, Run, gateway, run
@@ -114,3 +123,110 @@ def test_routers_follow_the_maps_that_workers_report(router: str, tmp_path: Path
     finally:
         for publisher in publishers:
             publisher.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Both:
+    """A router that is made from a placement and a fit."""
+
+    placement: Placement = needs("a placement")
+    fitted: RouterFit = needs("a fit")
+
+    def route(self, request: Request, fleet: Fleet) -> Decision:
+        return JoinShortestQueue().route(request, fleet)
+
+
+def test_a_reported_map_survives_every_swap_of_the_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`semantic` was made from the file again, so it routed by where the experts had been."""
+    monkeypatch.setitem(routers._items, "both", Both)
+    path, fit = tmp_path / "fleet.yaml", saved_fit("low", tmp_path)
+    map_path = str(tmp_path / "map.json")
+    write_map(tmp_path / "map.json", PlacementMap(LINEAR, "made"), "native")
+
+    async def test() -> None:
+        async with canned_workers("a", "b") as workers:
+            entries = [
+                WorkerEntry(
+                    id=worker.name, url=worker.url, expert_events=f"ipc://{tmp_path}/{rank}", placement_rank=rank
+                )
+                for rank, worker in enumerate(workers)
+            ]
+            spec = RouterSpec("semantic", placement=map_path)
+            config = GatewayConfig(
+                workers=entries,
+                listen="127.0.0.1:0",
+                health=FAST,
+                decode=spec,
+                placement=map_path,
+                control=ControlSection(enabled=False),
+                switchback=SwitchbackSettings(enabled=True),
+            )
+
+            def keeps(placement: Placement = TURNED, router: str = "semantic") -> None:
+                assert pool.spec.router == router
+                made: Any = pool.keeper._made.router
+                np.testing.assert_array_equal(made.placement.slot_experts, placement.slot_experts)
+                np.testing.assert_array_equal(masks(found), expected(placement))
+
+            async def put(**body: object) -> None:
+                got = await found.client.ask("PUT", "/routers/decode", body)
+                assert got.status == 200, got.body
+
+            async def reload(**changes: Any) -> None:
+                path.write_bytes(msgspec.yaml.encode(replace(config, **changes)))
+                await found.running.reload()
+
+            async with gateway(config, path) as found:
+                parts = found.running.parts
+                pool = parts.pools["decode"]
+                keeps(LINEAR)
+                for entry in entries:
+                    parts.follow_map(entry.id, event_of(TURNED, 2))
+                keeps()
+
+                await put(router="semantic:most=1.5")
+                keeps(router="semantic:most=1.5")
+                await put(router="round_robin")
+                await put(router="semantic")
+                keeps()
+                await reload(drain_s=3.0)
+                keeps()
+                await reload(decode=RouterSpec("semantic:most=2", placement=map_path))
+                keeps(router="semantic:most=2")
+                await reload(workers=[replace(entries[0], places=5), entries[1]])
+                keeps()
+                refused = await found.client.ask("PUT", "/routers/decode", {"router": "semantic:most=0"})
+                assert refused.status == 400
+                keeps()
+                for _ in range(3):
+                    parts.turn()
+                    keeps()
+
+                await put(router="both", fit=fit)
+                keeps(router="both")
+                control = parts.control = LiveControl(
+                    config.control, pool, parts.entries, FleetAccess(), parts.metrics, parts.log, parts.follow_map
+                )
+                again = str(tmp_path / "again.safetensors")
+                RouterFit.load(fit).save(Path(again))
+                await control._swap(UseFit(0, 1, again))
+                assert pool.spec.fit == again
+                keeps(router="both")
+                await reload()  # ends the loop, whose fit goes with it
+                assert parts.control is None
+                assert pool.spec.fit == fit
+                keeps(router="both")
+                await put(router="semantic", fit=None)
+                keeps()
+
+                parts.remove_worker("b")
+                await put(router="semantic:most=3")
+                made: Any = pool.keeper._made.router
+                np.testing.assert_array_equal(made.placement.slot_experts, TURNED.slot_experts)
+                parts.remove_worker("a")
+                for entry in entries:
+                    parts.add_worker(entry)
+                await put(router="semantic")
+                keeps(LINEAR)
+
+    run(test)

@@ -391,7 +391,7 @@ class LiveControl:
             check(
                 self._pool.spec == before, f"another router was set meanwhile: {self._pool.spec.router!r}", InputError
             )
-            self._pool.keeper.reload(spec, {"fitted": fitted})
+            self._pool.reload(spec, {"fitted": fitted})
         except CoterieError as error:
             self._send(Swapped(asked.generation, asked.fit, str(error)))
             return

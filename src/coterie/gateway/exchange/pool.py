@@ -10,12 +10,13 @@ import asyncio
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 from numpy.random import Generator, default_rng
 
+from coterie.errors import ConfigError
 from coterie.gateway.config import GatewayConfig, WorkerEntry
 from coterie.gateway.exchange.meter import Meter
 from coterie.gateway.fleet.health import Attempt, Breaker, Health, HealthSettings
@@ -24,6 +25,7 @@ from coterie.gateway.fleet.spec import RouterSpec
 from coterie.gateway.signals.worker_metrics import ReportError, WorkerReport, read_report
 from coterie.net.http1 import Headers, Upstream, UpstreamError, UpstreamLimits
 from coterie.routing.base import Request
+from coterie.types import Placement
 from coterie.wire.handoff import DP_RANK_HEADER
 
 MOST_BYTES = 1 << 20
@@ -148,6 +150,8 @@ class Pool:
         self.ids: list[str | None] = []
         """Worker id of each row. The list is replaced, never changed in place: records of decisions share it."""
         self.clock = clock
+        self.maps: dict[str, Placement] = {}
+        """Worker id → the expert map that it reported last; the newest report is the last entry."""
         self.meter = Meter(clock)
         self.needed = True
         """Whether requests cannot do without this pool. If so, and no worker is open, they wait for a closed one."""
@@ -173,7 +177,30 @@ class Pool:
     def remove(self, worker_id: str) -> None:
         self.keeper.leave(worker_id)
         self.ids = self.keeper.ids
+        self.maps.pop(worker_id, None)
         self.members.pop(worker_id).upstream.retire()
+
+    def reload(self, spec: RouterSpec, context: Mapping[str, Any] | None = None) -> None:
+        """Swap the router, as :meth:`FleetKeeper.reload` does; a reported map takes the place of the spec's file.
+
+        Every swap comes through here: a router made from the file would route by where experts were before they moved.
+        """
+        newest = next(reversed(self.maps.values()), None)
+        if newest is not None and spec.placement is not None:
+            context = {**(context or {}), "placement": newest}
+        self.keeper.reload(spec, context)
+
+    def follow(self, worker_id: str, reported: Placement, held: Mask) -> None:
+        """Route by the expert map that a worker reports, of which it holds `held`. Raises ConfigError if it cannot."""
+        before, known = self.maps, self.keeper.members[worker_id]
+        self.maps = {id: map for id, map in before.items() if id != worker_id} | {worker_id: reported}
+        try:
+            self.keeper.join(worker_id, known.places, known.speed, held)
+            if self.spec.placement is not None:
+                self.reload(self.spec)
+        except ConfigError:
+            self.maps = before
+            raise
 
     def row_of(self, member: Member) -> int:
         return self.keeper.members[member.entry.id].row
