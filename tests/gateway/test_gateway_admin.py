@@ -137,7 +137,7 @@ def test_routers_are_swapped_while_requests_run() -> None:
     async def test() -> None:
         async with canned_workers("a", "b", a=held, b=held) as (a, b), gateway(config_of([a, b])) as found:
             ask = found.client.ask
-            assert (await ask("GET", "/routers")).json == {"decode": {}}
+            assert (await ask("GET", "/routers")).json == {"decode": {"router": "join_shortest_queue"}}
             running = [asyncio.create_task(found.client.complete()) for _ in range(4)]
             await asyncio.gather(a.got.wait(), b.got.wait())
             got = await ask("PUT", "/routers/decode", {"router": "round_robin"})

@@ -46,9 +46,7 @@ class Admin:
             "advice": {"GET": self._advice},
             "requests": {"GET": self._requests},
             "workers": {"DELETE": self._remove} if name else {"GET": self._workers, "POST": self._add},
-            "routers": {"PUT": self._set_router}
-            if name
-            else {"GET": lambda _, to, __: _send(to, {name: pool.spec for name, pool in self.parts.pools.items()})},
+            "routers": {"PUT": self._set_router} if name else {"GET": self._routers},
             "reload": {"POST": self._reloaded},
             "switchback": {"GET": lambda _, to, __: _send(to, {"switchback": self.parts.described_switchback()})},
             "peers": {"GET": lambda _, to, __: to.send(200, self.parts.peers.own(), b"application/msgpack")},
@@ -141,6 +139,11 @@ class Admin:
         listed = any(worker.id == name for worker in self.parts.config.workers)
         self._keep(self.parts.changes.without_worker(name, listed))
         _send(responder, {"removed": name})
+
+    def _routers(self, _: HttpRequest, responder: Responder, __: str) -> None:
+        """Send the spec of each pool's router: its name, and the settings that differ from their defaults."""
+        specs = {name: pool.spec for name, pool in self.parts.pools.items()}
+        _send(responder, {name: {"router": spec.router, **msgspec.to_builtins(spec)} for name, spec in specs.items()})
 
     async def _set_router(self, request: HttpRequest, responder: Responder, name: str) -> None:
         """Swap a pool's router; settings that the body leaves out (the fit, the model) stay as they are.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,9 +15,15 @@ import msgspec
 import pytest
 import yaml
 
+from canned_workers import canned_workers
 from command_line import Run, refused
+from control_cases import saved_fit
+from coterie.cli.verbs.serving.serve import _ready
 from coterie.gateway.access import Keys
+from coterie.gateway.fleet.spec import RouterSpec
 from coterie.net.http_client import healthy
+from gateway_runs import config_of, gateway
+from gateway_runs import run as run_test
 
 CONFIG = """
 listen: 127.0.0.1:0
@@ -64,6 +72,32 @@ def test_checking_a_config(run: Run, tmp_path: Path) -> None:
     assert ran.code == 0
     assert "1 prefill, 1 decode workers" in ran.out
     assert "Next: coterie serve --config" in ran.out
+
+
+@pytest.mark.parametrize("handshake", ["none", "vllm"])
+@pytest.mark.parametrize("router", ["join_shortest_queue", "round_robin", "fitted"])
+def test_the_next_command_compares_routers_of_this_gateway(
+    router: str, handshake: str, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pool with the default router was not listed by its name, so that the command refused the gateway."""
+    spec = RouterSpec(fit=saved_fit("low", tmp_path)) if router == "fitted" else RouterSpec(router)
+
+    async def test() -> None:
+        roles = ["prefill", "decode"] if handshake == "vllm" else None
+        async with canned_workers("a", "b") as workers:
+            config = config_of(workers, roles, handshake=handshake, decode=spec)
+            async with gateway(config) as found:
+                capsys.readouterr()
+                _ready(config, False)(found.running, lambda: None)
+                words = shlex.split(capsys.readouterr().out.rpartition("Next: coterie ")[2])
+                assert words.count("--router") == 2
+                few = ("--requests", 2, "--warmup", 0, "--blocks", 2, "--max-tokens", 1, "--no-stream", "--no-chat")
+                ran = await asyncio.to_thread(run, *words, *few)
+                assert ran.code == 0, ran.err
+                assert "2 of 2 answered" in ran.out
+                assert found.running.parts.pools["decode"].spec == spec, "the router in use is put back"
+
+    run_test(test)
 
 
 def test_a_new_key_is_shown_once_and_stored_as_a_hash(run: Run, tmp_path: Path) -> None:

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coterie.cli.output import JsonOption, print_json, print_lines, print_verdict, reporting
+from coterie.cli.output import JsonOption, print_json, print_lines, print_verdict, reporting, shell
 from coterie.errors import CoterieError, UnavailableError, check, refuse
 
 if TYPE_CHECKING:
     from coterie.gateway.config import GatewayConfig
     from coterie.gateway.embedded import EmbeddedFleet
+    from coterie.gateway.fleet.spec import RouterSpec
     from coterie.gateway.serve import Ready, RunningGateway
 
 
@@ -140,10 +141,19 @@ def _ready(config: GatewayConfig, json: bool) -> Ready:
             print_lines(
                 f"Serving at {url}: {len(config.workers)} workers, routed by {by}. Ctrl-C ends it.",
                 f"Dashboard: {url}/",
-                f"Next: coterie load {url} --router join_shortest_queue --router latency_aware",
+                f"Next: {shell('coterie', 'load', url, *_compared(config.decode))}",
             )
 
     return ready
+
+
+def _compared(spec: RouterSpec) -> list[str]:
+    """Return the options that compare the decode router, or one that its spec can make, with the shortest queue."""
+    from coterie.gateway.fleet.spec import RouterSpec
+
+    base = RouterSpec().router
+    other = spec.router if spec.router != base else "joint" if spec.fit is None else "latency_aware"
+    return ["--router", base, "--router", other]
 
 
 def _print_check(config: GatewayConfig, path: Path, json: bool) -> None:
