@@ -176,19 +176,35 @@ def test_a_stream_that_takes_too_long() -> None:
     run(test)
 
 
-def test_a_stream_that_the_end_of_the_gateway_cuts() -> None:
-    """A request that has no byte yet is answered with 503; neither is reset."""
+def test_requests_that_the_end_of_the_drain_cuts() -> None:
+    """The stream gets an error event, the request without a byte 503. Both were counted as the clients' leaving."""
 
     async def test() -> None:
-        async with canned_workers("a", a=opens) as (worker,), gateway(config_of([worker])) as found:
+        async with canned_workers("a", a=opens) as (worker,), gateway(config_of([worker], log_requests=True)) as found:
             begun = await streamed(found)
             await anext(begun)
             worker.act, worker.got = stalls, asyncio.Event()
-            waiting = asyncio.create_task(found.client.complete())
+            waiting = asyncio.create_task(
+                found.client.ask("POST", "/v1/completions", {"prompt": "x"}, [(b"x-request-id", b"mine")])
+            )
             await worker.got.wait()
+            worker.got.clear()
+            leaving = asyncio.create_task(found.client.complete())
+            await worker.got.wait()
+            found.running.stop(asyncio.Event())
+            leaving.cancel()
+            await worker.left.wait()
             await found.running.close(0)
             assert last_event(await begun.read()) == "draining"
             got = await waiting
             assert (got.status, got.json["error"]["code"]) == (503, "draining")
+            assert (got.headers[b"x-request-id"], got.headers[b"retry-after"]) == (b"mine", b"1")
+            ended = 'coterie_gateway_requests_total{outcome="%s",path="/v1/completions"}'
+            assert [found.metrics[ended % one] for one in ("drained", "cancelled", "broken")] == [2, 1, 0]
+            logged = [msgspec.json.decode(line) for line in found.logged().splitlines()]
+            ends = [(one["outcome"], one["status"]) for one in logged if one["event"] == "request"]
+            assert sorted(ends) == [("cancelled", 499), ("drained", 503), ("drained", 503)]
+            (stop,) = [one for one in logged if one["event"] == "stop"]
+            assert stop["cut"] == 2
 
     run(test)

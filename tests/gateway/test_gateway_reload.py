@@ -20,7 +20,7 @@ from coterie.gateway.access import new_key
 from coterie.gateway.config import GatewayConfig, LimitSettings, WorkerEntry
 from coterie.gateway.fleet.health import HealthSettings
 from coterie.gateway.fleet.spec import RouterSpec
-from coterie.gateway.serve import serve
+from coterie.gateway.serve import RunningGateway, serve
 from coterie.gateway.watching.logs import Log
 from gateway_runs import FAST, Client, Run, config_of, gateway, idle, run
 from http1_peers import until
@@ -291,5 +291,31 @@ def test_a_second_signal_ends_the_drain_and_cleans_up(tmp_path: Path) -> None:
             assert (await asking).status == 503
             assert '"event":"stop","reason":"asked to","cut":1' in log.getvalue()
             await client.upstream.close()
+
+    run(test)
+
+
+def test_a_second_signal_ends_the_drain_of_the_second_server_too() -> None:
+    class Front:
+        def __init__(self, _: RunningGateway) -> None:
+            self.draining, self.ended = asyncio.Event(), asyncio.Event()
+
+        async def start(self) -> None: ...
+
+        async def close(self, drain_s: float) -> None:
+            if not drain_s:
+                self.ended.set()
+            self.draining.set()
+            await self.ended.wait()
+
+    async def test() -> None:
+        async with canned_workers("a") as (a,), gateway(config_of([a], drain_s=3600.0), front=Front) as found:
+            running = found.running
+            assert isinstance(running.front, Front)
+            running.stop(asyncio.Event())
+            closing = asyncio.create_task(running.close())
+            await running.front.draining.wait()
+            running.stop(asyncio.Event())
+            await closing
 
     run(test)

@@ -14,6 +14,7 @@ from coterie.gateway.fleet.health import HealthSettings
 from coterie.gateway.gateway import Gateway
 from coterie.net.http1.upstream import UpstreamError
 from gateway_runs import config_of, gateway, idle, run
+from http1_peers import until
 
 
 def test_bodies_and_answers_are_passed_on_as_they_are() -> None:
@@ -260,19 +261,34 @@ def test_bodies_over_the_limit_and_compressed_ones() -> None:
     run(test)
 
 
-def test_draining_finishes_what_runs() -> None:
+def test_draining_finishes_what_runs_and_refuses_what_comes() -> None:
+    """The port was closed, so that a load balancer saw a dead gateway."""
+
     async def test() -> None:
         async with canned_workers("a", a=held) as (worker,), gateway(config_of([worker])) as found:
-            running = asyncio.create_task(found.client.complete())
+            running = asyncio.create_task(found.client.complete(stream=True))
             await worker.got.wait()
             found.running.stop(asyncio.Event())
             closing = asyncio.create_task(found.running.close())
-            await asyncio.sleep(0)
-            with pytest.raises(UpstreamError):
-                await found.client.complete()
+            await until(lambda: found.running.server.draining)
+            for path in ("/health", "/v1/completions", "/v1/models"):
+                method = "POST" if path == "/v1/completions" else "GET"
+                for given in ([(b"x-request-id", b"mine")], [(b"x-request-id", b"\x80")], []):
+                    got = await found.client.ask(method, path, headers=given)
+                    assert (got.status, got.json["error"]["code"]) == (503, "draining")
+                    assert got.headers[b"retry-after"] == b"1"
+                    assert got.headers[b"connection"] == b"close"
+                    named = got.headers[b"x-request-id"]
+                    assert named == b"mine" if b"mine" in dict(given).values() else len(named) > 20
+            assert (await found.client.ask("GET", "/metrics")).status == 200, "the drain can be watched"
             worker.go.set()
-            assert (await running).status == 200
+            got = await running
+            assert (got.status, got.body) == (200, b"".join(events(worker)))
             await closing
+            assert found.metrics['coterie_gateway_rejected_total{reason="draining"}'] == 6
+            with pytest.raises(UpstreamError):
+                await found.client.ask("GET", "/health")
+            assert '"event":"stop","reason":"asked to","cut":0' in found.logged()
 
     run(test)
 

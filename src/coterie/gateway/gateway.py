@@ -129,7 +129,7 @@ class Gateway:
             message = f"caller {caller.name!r} is over its rate; try again in {wait_s:.1f} s"
             raise self._rejected("rate", HttpError(429, message, "rate_limit_exceeded", headers=after))
         if self.draining:
-            raise self._rejected("draining", HttpError(503, DRAINING, "draining", headers=RETRY_AFTER))
+            raise self._rejected("draining", draining(request.header(REQUEST_ID)))
         return self.body_limit
 
     def _caller(self, request: HttpRequest) -> Entry:
@@ -168,7 +168,7 @@ class Gateway:
         path, method = request.path, request.method
         if path == "/health":
             if self.draining:
-                raise HttpError(503, DRAINING, "draining")
+                raise draining(request.header(REQUEST_ID))
             responder.send(200)
         elif is_page(path):
             send_file(request, responder)
@@ -201,13 +201,17 @@ class Gateway:
             error.headers = [*error.headers, (REQUEST_ID, call.id.encode())]
             raise
         except asyncio.CancelledError:
-            if task not in self.late:
+            late, named = task in self.late, (REQUEST_ID, call.id.encode())
+            if responder.client_gone and not late:
                 outcome = Outcome(CLIENT_GONE)
                 raise
             task.uncancel()
+            if not late:
+                outcome = Outcome(503, cut=responder.started, drained=True, problem=DRAINING)
+                raise HttpError(503, DRAINING, "draining", headers=[*RETRY_AFTER, named]) from None
             outcome = Outcome(504, cut=responder.started, problem="timeout")
             message = f"no whole answer within {limits.total_s:g} s"
-            raise HttpError(504, message, "timeout", headers=[(REQUEST_ID, call.id.encode())]) from None
+            raise HttpError(504, message, "timeout", headers=[named]) from None
         finally:
             if placed:
                 parts.line.give_back()
@@ -251,7 +255,7 @@ class Gateway:
                 salt=_salt_of(caller.sha256) if caller.name and self.config.separate_caches else None,
             )
         except HttpError as error:
-            self.watcher.metrics.requests.inc(request.path, outcome_of(error.status))
+            self.watcher.metrics.requests.inc(request.path, outcome_of(Outcome(error.status)))
             raise
         self.in_flight.add(call.name)
         return call
@@ -268,6 +272,15 @@ class Gateway:
                 responder.send(answer.status, answer.body)
                 return
         raise problem
+
+
+def draining(given: bytes | None) -> HttpError:
+    """Return the refusal of a request during the drain, with the id that the request was `given`, or a new one."""
+    try:
+        id = new_name() if given is None else checked_id(given)
+    except HttpError:
+        id = new_name()
+    return HttpError(503, DRAINING, "draining", headers=[*RETRY_AFTER, (REQUEST_ID, id.encode())])
 
 
 @lru_cache(64)

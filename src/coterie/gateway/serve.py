@@ -59,7 +59,10 @@ class Front(Protocol):
         """Serve: the workers are watched, and loops are compiled."""
 
     async def close(self, drain_s: float) -> None:
-        """Refuse new requests, wait at most `drain_s` for running ones and end the others."""
+        """Refuse new requests, wait at most `drain_s` for running ones and end the others.
+
+        A second call, with 0, ends those that the first one waits for.
+        """
 
 
 MakeFront = Callable[["RunningGateway"], Front]
@@ -186,6 +189,8 @@ class RunningGateway:
             self.gateway.handle, self.gateway.http_limits, self.gateway.check_head, on_error=self.parts.log.failed
         )
         self.front = None if front is None else front(self)
+        self._cutting: asyncio.Task[None] | None = None
+        """Closes the front at once, after a second signal."""
         self._following: asyncio.Task[None] | None = None
         self.url = ""
         self._drain_s = config.drain_s
@@ -213,13 +218,14 @@ class RunningGateway:
                 self.parts.log.warning(problem)
 
     def stop(self, stopped: asyncio.Event) -> None:
-        """Stop accepting requests and start the drain. A second call ends the drain at once."""
+        """Refuse new requests and start the drain. A second call ends the drain at once."""
         if self.gateway.draining:
             self._drain_s = 0.0
             self.server.end_drain()
+            if self.front is not None:
+                self._cutting = asyncio.create_task(self.front.close(0.0), name="end of the front")
         self.gateway.draining = True
         self.gateway.live.close()
-        self.server.pause()
         stopped.set()
 
     async def close(self, drain_s: float | None = None) -> None:
@@ -236,6 +242,8 @@ class RunningGateway:
         drain_s = self._drain_s if drain_s is None else drain_s
         ending = () if self.front is None else (self.front.close(drain_s),)
         cut, *_ = await asyncio.gather(self.server.close(drain_s), *ending)
+        if self._cutting is not None:
+            await self._cutting
         if self._sweeper is not None:
             self._sweeper.cancel()
         await self.parts.close()

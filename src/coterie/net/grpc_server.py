@@ -103,6 +103,11 @@ class GrpcCall:
         """Bytes that the client lets this call send."""
         self.task: asyncio.Task[None]
 
+    @property
+    def client_gone(self) -> bool:
+        """Whether the client has left or given up the call."""
+        return self._number not in self._connection.calls
+
     # ------------------------------------------------------------------------------------------------------- handlers
 
     async def read(self) -> bytes | None:

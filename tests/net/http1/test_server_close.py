@@ -14,31 +14,71 @@ LOOPS = ["asyncio", "uvloop"]
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_close_lets_requests_end_and_idle_connections_go(loop: str) -> None:
+def test_close_lets_requests_end_and_answers_new_ones_until_then(loop: str) -> None:
+    """Those on kept connections had reset, those on new ones found a closed port."""
+
     async def main() -> None:
         begun, may_answer = asyncio.Event(), asyncio.Event()
 
-        async def handler(_: HttpRequest, responder: Responder) -> None:
+        async def handler(request: HttpRequest, responder: Responder) -> None:
+            if request.path != "/long":
+                responder.send(503 if served.server.draining else 200)
+                return
             begun.set()
             await may_answer.wait()
             responder.send(200, b"{}")
 
         async with serving(handler) as served:
-            idle, busy = await served.connect(), await served.connect()
-            busy.send(get() + get("/ahead"))
+            kept, opened, busy = [await served.connect() for _ in range(3)]
+            kept.send(get())
+            await kept.answer()
+            busy.send(get("/long") + get("/ahead"))
             await begun.wait()
-            await until(lambda: len(served.server.connections) == 2)
+            await until(lambda: len(served.server.connections) == 3)
             closing = asyncio.create_task(served.server.close(60))
-            assert await idle.rest() == b""
-            with pytest.raises(OSError, match=r"\[Errno"):
-                await served.connect()
+            assert await kept.rest() == b"", "its next request is sent elsewhere"
+            for raw in (opened, await served.connect()):
+                raw.send(get())
+                answer = await raw.rest()
+                assert answer.startswith(b"HTTP/1.1 503")
+                assert b"connection: close" in answer
+            silent = await served.connect()
             may_answer.set()
             answer = await busy.rest()
             assert answer.count(b"HTTP/1.1 200") == 1
             assert b"connection: close" in answer
-            await closing
+            assert await closing == 0
+            assert await silent.rest() == b""
+            with pytest.raises(OSError, match=r"\[Errno"):
+                await served.connect()
 
     run_on(loop, main())
+
+
+def test_a_stream_that_began_before_the_drain_ends_its_connection() -> None:
+    """Its head had promised to keep the connection, so that the drain waited until an idle client was timed out."""
+
+    async def main() -> None:
+        begun, may_end = asyncio.Event(), asyncio.Event()
+
+        async def handler(_: HttpRequest, responder: Responder) -> None:
+            responder.start(200, [])
+            await responder.drain()
+            begun.set()
+            await may_end.wait()
+            responder.end()
+
+        async with serving(handler) as served:
+            raw = await served.connect()
+            raw.send(get())
+            await begun.wait()
+            closing = asyncio.create_task(served.server.close(60))
+            await until(lambda: served.server.draining)
+            may_end.set()
+            assert (await raw.rest()).endswith(b"0\r\n\r\n")
+            assert await closing == 0
+
+    run_on("asyncio", main())
 
 
 def test_close_waits_for_requests_that_have_begun_to_come() -> None:
@@ -104,22 +144,6 @@ def test_close_cuts_what_does_not_end(loop: str) -> None:
             assert not (await raw.rest()).endswith(b"0\r\n\r\n")
 
     run_on(loop, main())
-
-
-def test_paused_server_keeps_its_connections() -> None:
-    async def main() -> None:
-        async with serving(Echo()) as served:
-            raw = await served.connect()
-            raw.send(get())
-            await raw.answer()
-            served.server.pause()
-            with pytest.raises(OSError, match=r"\[Errno"):
-                await served.connect()
-            raw.send(get("/again"))
-            assert (await raw.answer()).endswith(b"GET /again ")
-            raw.close()
-
-    run_on("asyncio", main())
 
 
 def test_sweeps_happen_by_themselves() -> None:

@@ -111,6 +111,8 @@ class Outcome(msgspec.Struct):
     """Reason of the failure; None if the request succeeded."""
     cut: bool = False
     """Whether the answer broke off after its first byte."""
+    drained: bool = False
+    """Whether the gateway ended the request when its time to drain was over."""
 
 
 def parse_object(data: bytes) -> dict[str, Any]:

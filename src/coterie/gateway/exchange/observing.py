@@ -143,7 +143,7 @@ class Watcher:
             self.log.request(
                 call.id,
                 call.path,
-                outcome_of(result.status, result.cut),
+                outcome_of(result),
                 result.status,
                 caller=call.caller or None,
                 worker=result.worker,
@@ -156,14 +156,14 @@ class Watcher:
                 cached_tokens=result.cached_tokens,
             )
         if call.span.recording:
-            outcome = outcome_of(result.status, result.cut)
+            outcome = outcome_of(result)
             call.span.note(status=result.status, outcome=outcome, worker=result.worker, retries=len(failures))
             call.span.end(None if outcome == "ok" else outcome)
         if len(self._ends) >= MOST_WAITING:
             self.catch_up()
 
     def _count_end(self, path: str, result: Outcome, seconds: float, waited_s: float | None, now_s: float) -> None:
-        metrics, outcome = self.metrics, outcome_of(result.status, result.cut)
+        metrics, outcome = self.metrics, outcome_of(result)
         metrics.requests.inc(path, outcome)
         self.recent.add(now_s, outcome == "ok", result.ttft_s, result.tpot_s, result.output_tokens)
         if waited_s is not None:
@@ -180,8 +180,10 @@ class Watcher:
             metrics.cached_tokens.inc(DECODE, "reported", by=result.cached_tokens)
 
 
-def outcome_of(status: int, cut: bool = False) -> str:
-    """Return the label of a request's end in metrics and logs; `cut`: whether its answer broke off."""
-    if cut or status < 400:
-        return "broken" if cut else "ok"
-    return ENDS.get(status, "invalid" if status < 500 else "failed")
+def outcome_of(result: Outcome) -> str:
+    """Return the label of a request's end in metrics and logs."""
+    if result.drained:
+        return "drained"
+    if result.cut or result.status < 400:
+        return "broken" if result.cut else "ok"
+    return ENDS.get(result.status, "invalid" if result.status < 500 else "failed")

@@ -166,9 +166,9 @@ class Histogram:
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
-OUTCOMES = ("ok", "refused", "invalid", "failed", "broken", "cancelled", OTHER)
+OUTCOMES = ("ok", "refused", "invalid", "failed", "broken", "cancelled", "drained", OTHER)
 """Outcomes of a request, in order: answered; refused by a limit (401, 403, 429, 503); invalid request (other 4xx);
-failed before the first byte (5xx); broken off after it; cancelled by the client."""
+failed before the first byte (5xx); broken off after it; cancelled by the client; cut by the end of the drain."""
 REJECTED = (
     "key",
     "rate",

@@ -346,6 +346,8 @@ class Connection(asyncio.Protocol):
             self._feed(data)
         else:
             self._await(self.phase)
+            if self.server.draining:  # the head of the last answer was sent before the drain
+                self.close_if_idle()
 
     def _begin(self, exchange: _Exchange) -> None:
         self.current = exchange
@@ -375,7 +377,7 @@ class Connection(asyncio.Protocol):
                 responder.fail(error)
             check(responder.ended, "the handler returned before its answer ended", RuntimeError)
         except asyncio.CancelledError:  # the client has left, or the server closes
-            responder.fail(HttpError(503, "the server is shutting down", "draining"))
+            responder.fail(HttpError(503, "the server is shutting down", "draining", headers=[(b"retry-after", b"1")]))
             raise
         except Exception as error:
             self._count_error(error)
@@ -390,6 +392,10 @@ class Connection(asyncio.Protocol):
     @property
     def draining(self) -> bool:
         return self.server.draining
+
+    @property
+    def gone(self) -> bool:
+        return self.parser is None
 
     def cut(self) -> None:
         self.transport.abort()

@@ -16,6 +16,10 @@ class Line(Protocol):
     def draining(self) -> bool:
         """Whether the server shuts down, so that the connection ends after this answer."""
 
+    @property
+    def gone(self) -> bool:
+        """Whether the client has left."""
+
     def push(self, data: bytes) -> None:
         """Write a piece of the answer."""
 
@@ -43,6 +47,10 @@ class Responder:
         self._headers: Sequence[tuple[bytes, bytes]] = ()  # headers of a stream
         self.started = False
         self.ended = False
+
+    @property
+    def client_gone(self) -> bool:
+        return self._connection.gone
 
     def send(
         self,

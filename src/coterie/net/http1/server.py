@@ -42,7 +42,10 @@ class HttpServer(Host):
     _server: asyncio.Server | None = None
     _sweeper: asyncio.TimerHandle | None = None
     _drain: asyncio.Timeout | None = None
+    _begun: set[Connection] = field(default_factory=set)
+    """Connections whose requests had begun when the drain did."""
     _emptied: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when none of them is left."""
 
     async def start(self, listener: socket.socket) -> None:
         """Start accepting connections. The server takes over the socket and closes it."""
@@ -62,26 +65,29 @@ class HttpServer(Host):
             if now >= connection.deadline or now >= connection.write_deadline:
                 connection.time_out(now)
 
-    def pause(self) -> None:
-        """Stop accepting connections; open ones continue."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-
     async def close(self, drain_s: float) -> int:
-        """Stop accepting, wait at most `drain_s` for requests and handlers; return how many requests were cut."""
-        self.pause()
+        """Wait at most `drain_s` for the present requests and handlers to end; return how many requests were cut.
+
+        Until then connections are accepted: their requests are the handler's to refuse, which a client understands
+        better than a closed port. Each gets one answer.
+        """
         self.draining = True
+        self._begun = {connection for connection in self.connections if not connection.is_idle}
         for connection in list(self.connections):
-            connection.close_if_idle()
+            if connection.phase == "idle":  # not one that was just opened: its first request is on the way
+                connection.close_if_idle()
         if drain_s > 0:
             with suppress(TimeoutError):
                 async with asyncio.timeout(drain_s) as self._drain:
                     await self._ended()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
         cut = [connection for connection in self.connections if connection.current is not None]
         for connection in (*self.connections, *self.lingering):
             if connection not in cut:
                 connection.transport.abort()
+        count = len(self._begun.intersection(cut))
         running = {*self.tasks, *(connection.task for connection in self.connections if connection.task is not None)}
         for task in running:  # the handler's cancellation sends the client the reason
             task.cancel()
@@ -90,7 +96,7 @@ class HttpServer(Host):
         await self._cut(cut)
         if self._sweeper is not None:
             self._sweeper.cancel()
-        return len(cut)
+        return count
 
     async def _cut(self, cut: list[Connection]) -> None:
         """Close connections when their clients have received what was written, or after `LINGER_S`."""
@@ -110,8 +116,8 @@ class HttpServer(Host):
                 self._drain.reschedule(-1.0)
 
     async def _ended(self) -> None:
-        """Wait until all connections are closed and all handlers have returned."""
-        while self.connections:
+        """Wait until the connections whose requests had begun are closed, and all handlers have returned."""
+        if self._begun:
             self._emptied.clear()
             await self._emptied.wait()
         if self.tasks:
@@ -150,7 +156,8 @@ class HttpServer(Host):
         self.peers[connection.peer] -= 1
         if not self.peers[connection.peer]:
             del self.peers[connection.peer]
-        if not self.connections:
+        self._begun.discard(connection)
+        if not self._begun:
             self._emptied.set()
 
     def outlive(self, task: asyncio.Task[None]) -> None:

@@ -26,7 +26,7 @@ from coterie.gateway.exchange.pool import DECODE, PREFILL, Member, Pool, Sent
 from coterie.gateway.exchange.relay import USAGE, usage_in, usage_of
 from coterie.gateway.exchange.vllm_pair import Handoff, RefusedPrefill, VllmPairFlow
 from coterie.gateway.fleet.waiting import Refused
-from coterie.gateway.gateway import DOMAIN_HEADER, DRAINING, REFUSALS, Gateway
+from coterie.gateway.gateway import DOMAIN_HEADER, DRAINING, REFUSALS, Gateway, draining
 from coterie.net.grpc_server import DEADLINE_EXCEEDED, GrpcCall, GrpcError
 from coterie.net.http1 import Headers, HttpError, is_event_stream
 from coterie.net.http1.messages import check_http, split_target
@@ -132,6 +132,8 @@ class Exchange:
             await self._refuse(error.status, error.body(), error.headers)
         except asyncio.CancelledError:
             if self.stream.task not in self.gateway.late:
+                if not self.stream.client_gone:
+                    self.outcome = Outcome(503, drained=True, problem=DRAINING)
                 raise
             self.stream.task.uncancel()
             self.outcome = Outcome(504, problem="timeout")
@@ -164,7 +166,8 @@ class Exchange:
         self.headers, self.subset = dict(pairs(part)), subset_of(message)
         if self.subset is None and SUBSET.encode() in self.headers:
             self.subset = endpoints_in(self.headers[SUBSET.encode()].decode("latin-1"))
-        check_http(not self.gateway.draining, 503, DRAINING)
+        if self.gateway.draining:
+            raise draining(self.headers.get(REQUEST_ID))
         self.path, _ = split_target(self.headers.get(b":path", b""))
         if self.path in COMPLETING and not part.end_of_stream:
             return True
