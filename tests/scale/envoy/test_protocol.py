@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -95,6 +96,26 @@ def test_health_names() -> None:
             await stream.write(head())
             assert (await stream.read()).immediate_response.status.code == 503
             stream.cancel()
+
+    run(test)
+
+
+def test_a_request_that_the_end_of_the_drain_cuts_did_not_leave() -> None:
+    async def test() -> None:
+        async with canned_workers("a") as workers, asked(config_with(workers)) as found:
+            await ready(found.picker)
+            for leaves in (True, False):
+                stream = found.stream()
+                await stream.write(head())
+                await stream.write(body(b'{"prompt": "x"}'))
+                assert (await stream.read()).HasField("request_headers")
+                if leaves:
+                    stream.cancel()
+                    await settled(found.found)
+            found.found.running.stop(asyncio.Event())
+            await found.found.running.close(0)
+            ended = 'coterie_gateway_requests_total{outcome="%s",path="/v1/completions"}'
+            assert [found.found.metrics[ended % one] for one in ("cancelled", "drained")] == [1, 1]
 
     run(test)
 
