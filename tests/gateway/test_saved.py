@@ -15,7 +15,7 @@ from coterie.errors import ConfigError, TraceError
 from coterie.gateway import saved
 from coterie.gateway.config import WorkerEntry
 from coterie.gateway.fleet.spec import RouterSpec
-from coterie.gateway.saved import SavedState, load_state, save_state
+from coterie.gateway.saved import SavedState, load_state, lock_state, save_state
 
 STATE = SavedState(
     [
@@ -53,6 +53,15 @@ def test_what_was_saved_is_read(tmp_path: Path, workers: list[WorkerEntry], rout
 
 def test_no_file_is_no_problem(tmp_path: Path) -> None:
     assert load_state(tmp_path / "state.json") == (None, None)
+
+
+def test_a_loop_of_links_is_refused_in_one_line(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.symlink_to(second)
+    second.symlink_to(first)
+    for path in (first, first / "state.json"):
+        with pytest.raises(ConfigError, match=f"^{path}: state must be a file, not a loop of symbolic links$"):
+            lock_state(path)
 
 
 def whole() -> dict[str, Any]:

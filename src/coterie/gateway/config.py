@@ -42,7 +42,14 @@ from coterie.gateway.fleet.spec import RouterSpec
 from coterie.net.http1.upstream import parse_origin
 
 DEFAULTS = ControlSettings()
+MOST_NUMBER = 1 << 63
 MOST_PLACES = 1 << 20
+MOST_RANKS = 1 << 16
+"""Most ranks of an expert-parallel group, and most data-parallel ranks of an engine."""
+MOST_BLOCKS = 1 << 31
+"""Most KV blocks of a worker."""
+MOST_BLOCK_TOKENS = 1 << 16
+MOST_DECISIONS = 1 << 20
 
 
 class AdviseSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -194,11 +201,19 @@ class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             not parts.path.strip("/") and not parts.fragment,
             f"worker {self.id!r}: url={self.url!r} must be http://HOST:PORT or https://HOST:PORT",
         )
-        for name, value, most in (("places", self.places, MOST_PLACES), ("bootstrap_port", self.bootstrap_port, 65535)):
-            check(value is None or 1 <= value <= most, f"worker {self.id!r}: {name}={value} must be in 1 … {most}")
+        for name, least, most in (
+            ("places", 1, MOST_PLACES),
+            ("bootstrap_port", 1, 65535),
+            ("kv_blocks", 1, MOST_BLOCKS),
+            ("data_parallel_rank", 0, MOST_RANKS - 1),
+            ("placement_rank", 0, MOST_RANKS - 1),
+        ):
+            value = getattr(self, name)
+            check(
+                value is None or least <= value <= most,
+                f"worker {self.id!r}: {name}={value} must be in {least} … {most}",
+            )
         check_positive(speed=self.speed)
-        check_at_least(0, data_parallel_rank=self.data_parallel_rank, placement_rank=self.placement_rank)
-        check_at_least(1, kv_blocks=self.kv_blocks)
         for name in ("kv_events", "kv_replay", "expert_events"):
             endpoint = getattr(self, name)
             check(
@@ -211,7 +226,7 @@ class LimitSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Limits on every resource that a client or worker can hold. Times are in seconds."""
 
     body_bytes: int | None = None
-    """Largest request body, in bytes. Default: 64 bytes per token of the longest context, plus 64 KiB."""
+    """Largest request body, in bytes. Default: 64 bytes per token of the longest context, plus 1 MiB."""
     connections: int = 1024
     connections_per_peer: int = 0
     """Most connections from one IP address; 0 for no limit but `connections`."""
@@ -375,7 +390,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Whether each request's outcome is logged. Its text is never logged."""
 
     def __post_init__(self) -> None:
-        check_at_least(1, block_size=self.block_size, decisions=self.decisions)
+        check_within(1, MOST_BLOCK_TOKENS, block_size=self.block_size)
+        check_within(1, MOST_DECISIONS, decisions=self.decisions)
         check_positive(drain_s=self.drain_s)
         check_distinct_ids(self.workers)
         for worker in self.workers:
@@ -440,7 +456,7 @@ def read_small_text(path: Path) -> str:
 def parse_config(text: str, path: Path) -> GatewayConfig:
     try:
         value = _value(text, path)
-        return msgspec.convert({} if value is None else value, GatewayConfig)
+        config = msgspec.convert({} if value is None else value, GatewayConfig)
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
         where = "YAML" if mark is None else f"line {mark.line + 1}"
@@ -449,6 +465,18 @@ def parse_config(text: str, path: Path) -> GatewayConfig:
         raise TraceError(path, "config", " ".join(str(error).split()) + _known(str(error))) from None
     except (IndexError, KeyError, AttributeError, TypeError, OverflowError):  # raised by PyYAML, as for `!!int ""`
         raise TraceError(path, "YAML", "has a value that its tag does not fit") from None
+    _check_numbers(value, path, "config")
+    return config
+
+
+def _check_numbers(value: Any, path: Path, name: str) -> None:
+    """Refuse whole numbers of more than 64 bits: a setting without a limit of its own is not made for them."""
+    if isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            _check_numbers(item, path, f"{name}.{key}")
+    elif isinstance(value, int):
+        check_file(value < MOST_NUMBER, path, name, f"{value} must be below {MOST_NUMBER}")
+        check_file(-MOST_NUMBER < value, path, name, f"{value} must be above -{MOST_NUMBER}")
 
 
 def _known(problem: str) -> str:

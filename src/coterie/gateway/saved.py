@@ -106,7 +106,10 @@ def lock_state(path: str | Path) -> int:
     The lock is on a separate file, as the state file itself is replaced. Raises ConfigError that names the process
     holding the lock.
     """
-    file = Path(path).resolve()
+    try:
+        file = Path(path).resolve()
+    except (OSError, RuntimeError):  # RuntimeError until Python 3.12
+        raise ConfigError(f"{path}: state must be a file, not a loop of symbolic links") from None
     try:
         lock = os.open(file.with_name(f".{file.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
