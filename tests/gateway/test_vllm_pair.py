@@ -489,6 +489,21 @@ def test_what_a_decode_worker_would_refuse_is_refused_before_the_prefill() -> No
     run(test)
 
 
+def test_a_prompt_over_the_context_gets_the_engines_own_refusal() -> None:
+    """240 KB are a body for the worker to judge, and `max_tokens` is not said to be "at most -38987"."""
+
+    async def test() -> None:
+        refusal = b'{"error": {"message": "the maximum context length is 1024 tokens"}}'
+        async with vllm_pair("d", prefill=says(400, refusal)) as (found, workers):
+            await until(lambda: found.running.parts.pools["decode"].context_tokens == 1024)
+            got = await found.client.complete(prompt=[12345] * 40011, max_tokens=16)
+            assert (got.status, got.body) == (400, refusal)
+            assert not workers["d"].completions
+            idle(found)
+
+    run(test)
+
+
 @pytest.mark.parametrize("grant", [True, False])
 @pytest.mark.parametrize("status", [400, 404, 413, 422])
 def test_staged_kv_is_let_go_when_the_decode_worker_refuses(status: int, grant: bool) -> None:

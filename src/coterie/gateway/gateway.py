@@ -48,7 +48,9 @@ from coterie.net.http1 import Headers, HttpError, HttpRequest, Limits, Responder
 DOMAIN_HEADER = b"x-coterie-domain"
 BYTES_PER_TOKEN = 64
 """Most bytes of JSON per token of a prompt: a long word with every character escaped."""
-LEAST_BODY = 1 << 16
+LEAST_BODY = 1 << 20
+"""Bytes of a body besides the context's: a prompt too long for a small context is refused by the worker, in its own
+words, which name the model's limit."""
 DEFAULT_BODY = 4 << 20
 """Limit on request bodies, in bytes, while no worker has reported its context length."""
 MOST_BODY = 128 << 20

@@ -60,7 +60,8 @@ def check_generation(body: Mapping[str, Any], context_tokens: int, prompt_tokens
 
     The prefill worker is asked for one token, so it never sees the client's `max_tokens`, `min_tokens` and
     `stream_options`. Only numbers are compared: engines differ in which texts they read as numbers. `context_tokens` is
-    the longest context of a decode worker, 0 if unknown; the prompt has at least `prompt_tokens`.
+    the longest context of a decode worker, 0 if unknown; the prompt has at least `prompt_tokens`. A prompt that does
+    not fit by itself is left to the prefill worker: its answer names the model's limit, and no KV is staged.
     """
     for field, (low, high) in ACCEPTED.items():
         value = body.get(field)
@@ -69,7 +70,7 @@ def check_generation(body: Mapping[str, Any], context_tokens: int, prompt_tokens
             raise HttpError(400, f"{field}={_shown(value)} must be {relation}", param=field)
     most = {name: body.get(name) for name in ("max_completion_tokens", "max_tokens", "min_tokens")}
     for field, value in most.items():
-        if context_tokens and isinstance(value, int | float) and value + prompt_tokens > context_tokens:
+        if prompt_tokens < context_tokens and isinstance(value, int | float) and value + prompt_tokens > context_tokens:
             most_tokens = context_tokens - prompt_tokens
             room = f"the prompt has {prompt_tokens} or more tokens, and both must fit {context_tokens}"
             raise HttpError(400, f"{field}={_shown(value)} must be at most {most_tokens}: {room}", param=field)
