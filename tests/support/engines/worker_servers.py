@@ -184,6 +184,7 @@ BAD: dict[str, tuple[dict[str, Any], int, str]] = {
     "empty": ({"prompt": []}, 400, "at least one"),
     "a token past the vocabulary": ({"prompt": [models.VOCAB]}, 400, f"0 … {models.VOCAB - 1}"),
     "too long": ({"prompt": [5] * LIMIT}, 400, f"fit {LIMIT}"),
+    "far too long": ({"prompt": "x" * 200_000}, 400, "fits this model's context"),
     "no room": ({"prompt": [5] * 200, "max_tokens": 57}, 400, "max_tokens=57 must be at most 56"),
     "another model": ({"model": "big"}, 404, "'tiny'"),
     "n": ({"n": 2}, 400, "give 1"),

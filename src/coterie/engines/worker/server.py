@@ -49,7 +49,7 @@ from coterie.wire.handoff import REQUEST_ID_HEADER
 
 NEEDS = ("torch", "transformers")
 """Packages that the worker needs, from the extra `torch`."""
-BODY_BYTES = 65_536
+BODY_BYTES = 1 << 20
 BODY_BYTES_PER_TOKEN = 64
 """Maximum size of a body: `BODY_BYTES` plus `BODY_BYTES_PER_TOKEN` for every token of the context."""
 MAX_NAME = 256
