@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 import yaml
 
+from coterie.gateway.access import SINGLE
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.watching.metrics import Metrics
 
@@ -17,8 +21,43 @@ MANIFEST = ROOT / "examples" / "kubernetes" / "gateway.yaml"
 RULES = ROOT / "examples" / "prometheus" / "coterie.rules.yaml"
 
 
-def _of(kind: str) -> dict[str, Any]:
-    return next(item for item in yaml.safe_load_all(MANIFEST.read_text()) if item["kind"] == kind)
+PAGE = ROOT / "docs" / "gateway" / "watching.md"
+PROMTOOL = shutil.which("promtool")
+
+
+def _of(kind: str, name: str = "coterie") -> dict[str, Any]:
+    items = yaml.safe_load_all(MANIFEST.read_text())
+    return next(item for item in items if (item["kind"], item["metadata"]["name"]) == (kind, name))
+
+
+def _scrape_configs() -> dict[str, dict[str, Any]]:
+    """The jobs of the page and of the manifest."""
+    (block,) = re.findall(r"```yaml\n(scrape_configs:.*?)```", PAGE.read_text(), re.S)
+    return {
+        "page": yaml.safe_load(block),
+        "manifest": yaml.safe_load(_of("ConfigMap", "coterie-scrape")["data"]["coterie.yaml"]),
+    }
+
+
+@pytest.mark.parametrize("where", ["page", "manifest"])
+def test_prometheus_is_told_to_show_its_key(where: str, tmp_path: Path) -> None:
+    config = _scrape_configs()[where]
+    (job,) = config["scrape_configs"]
+    assert Path(job["authorization"]["credentials_file"]).is_absolute()
+    assert "metrics" in SINGLE
+    assert "--only metrics" in (PAGE if where == "page" else MANIFEST).read_text()
+    if where == "manifest":
+        pods = _of("StatefulSet")["spec"]["template"]
+        (name, value), *_ = pods["metadata"]["labels"].items()
+        (found_by,) = job.pop("kubernetes_sd_configs")  # which Debian's promtool is built without
+        assert found_by["selectors"] == [{"role": "pod", "label": f"{name}={value}"}]
+        assert pods["spec"]["containers"][0]["ports"][0]["name"] == job["relabel_configs"][0]["regex"]
+        assert "annotations" not in pods["metadata"], "a scrape without the key would be refused"
+    if PROMTOOL is not None:
+        path = tmp_path / "prometheus.yaml"
+        path.write_text(yaml.safe_dump(config))
+        ran = subprocess.run([PROMTOOL, "check", "config", "--syntax-only", path], capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
 
 
 def test_the_manifest_serves_what_the_gateway_takes() -> None:

@@ -10,14 +10,17 @@ from typing import NamedTuple
 
 import msgspec
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from canned_workers import Canned, canned_workers
 from coterie.errors import ConfigError
 from coterie.gateway.access import new_key
-from coterie.gateway.config import GatewayConfig, PickerSection
+from coterie.gateway.config import GatewayConfig, PeerSettings, PickerSection
 from coterie.gateway.serve import RunningGateway, check_config
+from coterie.net.http1.messages import HttpRequest
+from coterie.net.http1.responder import Responder
 from gateway_runs import Run, config_of, gateway, idle, run
-from http1_peers import Raw
+from http1_peers import Raw, until
 
 ADMIN_PATHS = ("/metrics", "/decisions", "/workers", "/routers", "/switchback")
 BODY = {"model": "canned", "prompt": "Hello"}
@@ -91,6 +94,74 @@ def test_administrators_have_keys_of_their_own(tmp_path: Path) -> None:
             assert (await ask("GET", "/workers", headers=origin, key=keys["admin"])).status == 200
 
     run(test)
+
+
+def test_a_key_for_metrics_opens_nothing_else(tmp_path: Path) -> None:
+    """What it opens is Prometheus' text format, read by Prometheus' own parser."""
+
+    async def test() -> None:
+        path = tmp_path / "keys.yaml"
+        keys = write_keys(path, "admin")
+        one = {only: new_key(f"for {only}", only=only) for only in ("metrics", "peers")}
+        with path.open("a") as stream:
+            stream.write("".join(made.entry.as_yaml() for made in one.values()))
+        async with canned_workers("a") as (worker,), gateway(config_of([worker], keys=str(path))) as found:
+            ask = found.client.ask
+            assert (await ask("GET", "/metrics", key=keys["admin"])).status == 200
+            assert (await ask("GET", "/metrics")).status == 401
+            got = await ask("GET", "/metrics", key=one["metrics"].key)
+            assert got.headers[b"content-type"].startswith(b"text/plain; version=0.0.4")
+            families = {family.name for family in text_string_to_metric_families(got.body.decode())}
+            assert "coterie_gateway_requests" in families
+            assert (await ask("GET", "/peers", key=one["peers"].key)).status == 200
+            for only, made in one.items():
+                other = "/peers" if only == "metrics" else "/metrics"
+                for method, target in (
+                    *(("GET", target) for target in (other, "/v1/models", "/workers", "/live", f"/{only}/a")),
+                    *(("POST", target) for target in ("/v1/completions", "/workers", "/reload")),
+                    ("DELETE", "/workers/a"),
+                ):
+                    got = await ask(method, target, BODY if method == "POST" else None, key=made.key)
+                    assert (got.status, f"opens /{only} alone" in got.json["error"]["message"]) == (403, True), target
+                assert (await ask("POST", f"/{only}", {}, key=made.key)).status in (405, 413)
+            assert not worker.completions
+            idle(found)
+
+    run(test)
+
+
+def test_peers_are_sent_no_key_that_opens_more_than_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "keys.yaml"
+    keys = write_keys(path, "admin", "team")
+    made = new_key("gateways", only="peers")
+    with path.open("a") as stream:
+        stream.write(made.entry.as_yaml())
+
+    def config(*urls: str) -> GatewayConfig:
+        return config_of([], keys=str(path), peers=PeerSettings(urls=list(urls), every_s=0.005))
+
+    for name in ("admin", "team"):
+        monkeypatch.setenv("COTERIE_PEER_KEY", keys[name])
+        with pytest.raises(ConfigError, match=f"COTERIE_PEER_KEY holds the key of '{name}', which opens more"):
+            check_config(config("http://127.0.0.1:1"))
+    monkeypatch.setenv("COTERIE_PEER_KEY", made.key)
+    monkeypatch.setenv("COTERIE_ADMIN_KEY", keys["admin"])
+    shown: list[bytes | None] = []
+
+    async def act(_: Canned, request: HttpRequest, responder: Responder) -> None:
+        shown.append(request.header(b"authorization"))
+        responder.send(500)
+
+    async def test() -> None:
+        async with (
+            canned_workers("spy", spy=act) as (spy,),
+            gateway(config()) as first,
+            gateway(config(first.running.url, spy.url)) as second,
+        ):
+            await until(lambda: second.running.parts.peers.peers[0].present and shown)
+
+    run(test)
+    assert set(shown) == {b"Bearer " + made.key.encode()}, "never the administrator's"
 
 
 def test_rates_are_per_key(tmp_path: Path) -> None:

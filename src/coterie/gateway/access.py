@@ -4,6 +4,7 @@ A keys file, in YAML or JSON, is a list of entries::
 
     - {name: search-team, sha256: 9f86d081…, rate: 50, burst: 100}
     - {name: on-call, sha256: 60303ae2…, admin: true}
+    - {name: prometheus, sha256: 486ea462…, only: metrics}
 
 Keys are 256 random bits (:func:`new_key`), so an unsalted hash is enough: a dictionary attack cannot guess them. A
 presented key is hashed once and its digest is compared with every entry by :func:`hmac.compare_digest`, so the time of
@@ -33,6 +34,10 @@ KEY_PREFIX = "coterie-"
 """Prefix of every key, so that scanners for leaked secrets find them."""
 
 
+SINGLE = ("metrics", "peers")
+"""Endpoints for which there are keys that open nothing else."""
+
+
 class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One stored key."""
 
@@ -42,6 +47,9 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """SHA-256 of the key, 64 hexadecimal digits."""
     admin: bool = False
     """Whether the key opens the admin endpoints."""
+    only: str | None = None
+    """The one endpoint that the key opens: `metrics` for Prometheus, `peers` for other gateways. None for all endpoints
+    of callers, and of administrators with `admin`."""
     rate: float | None = None
     """Long-run limit in requests per second; None for no limit."""
     burst: float | None = None
@@ -58,10 +66,12 @@ class NewKey(NamedTuple):
     entry: Entry
 
 
-def new_key(name: str, *, admin: bool = False, rate: float | None = None, burst: float | None = None) -> NewKey:
+def new_key(
+    name: str, *, admin: bool = False, only: str | None = None, rate: float | None = None, burst: float | None = None
+) -> NewKey:
     """Return a random key and the entry to store for it."""
     key = KEY_PREFIX + secrets.token_urlsafe(32)
-    entry = Entry(name=name, sha256=_digest(key.encode()).hex(), admin=admin, rate=rate, burst=burst)
+    entry = Entry(name=name, sha256=_digest(key.encode()).hex(), admin=admin, only=only, rate=rate, burst=burst)
     Keys.load([entry])
     return NewKey(key, entry)
 
@@ -137,6 +147,10 @@ def _entry(where: str, number: int, item: Any) -> Entry:
         len(entry.sha256) == 64 and all(digit in "0123456789abcdefABCDEF" for digit in entry.sha256),
         f"{label}: sha256 must be 64 hexadecimal digits, the SHA-256 of the key and not the key",
     )
+    check(
+        entry.only is None or entry.only in SINGLE, f"{label}: only={entry.only!r} must be one of {', '.join(SINGLE)}"
+    )
+    check(entry.only is None or not entry.admin, f"{label}: only={entry.only!r} opens nothing else: leave out admin")
     for setting, value in (("rate", entry.rate), ("burst", entry.burst)):
         check(value is None or 0 < value < 1e9, f"{label}: {setting}={value} must be above 0 and below 1e9")
     check(

@@ -476,7 +476,7 @@ def _check_numbers(value: Any, path: Path, name: str) -> None:
             _check_numbers(item, path, f"{name}.{key}")
     elif isinstance(value, int):
         check_file(value < MOST_NUMBER, path, name, f"{value} must be below {MOST_NUMBER}")
-        check_file(-MOST_NUMBER < value, path, name, f"{value} must be above -{MOST_NUMBER}")
+        check_file(value > -MOST_NUMBER, path, name, f"{value} must be above -{MOST_NUMBER}")
 
 
 def _known(problem: str) -> str:

@@ -6,7 +6,8 @@
     POST /workers, DELETE /workers/ID, PUT /routers/POOL, POST /reload             administrators
     GET /peers, /requests                                                          administrators
 
-A caller presents an API key; administrators have keys of their own. Without a keys file the gateway listens on a
+A caller presents an API key; administrators have keys of their own, and so have Prometheus for /metrics and other
+gateways for /peers. Without a keys file the gateway listens on a
 loopback address only, and serves requests whose Host header is a loopback address only. This stops DNS rebinding: a
 web page whose host name was made to resolve to 127.0.0.1.
 """
@@ -38,11 +39,12 @@ from coterie.gateway.exchange.call import (
 from coterie.gateway.exchange.flow import REQUEST_ID, RETRY_AFTER, failed
 from coterie.gateway.exchange.knowledge import NOTHING
 from coterie.gateway.exchange.observing import CLIENT_GONE, Watcher, outcome_of
+from coterie.gateway.exchange.peers import KEY_VARIABLE as PEER_KEY
 from coterie.gateway.fleet.waiting import Refused
 from coterie.gateway.page.serving import Live, is_page, send_file
 from coterie.gateway.parts import MODELS_S, GatewayParts
 from coterie.gateway.watching.spans import NO_SPAN
-from coterie.net.access import is_loopback
+from coterie.net.access import is_loopback, read_key
 from coterie.net.http1 import Headers, HttpError, HttpRequest, Limits, Responder, UpstreamError
 
 DOMAIN_HEADER = b"x-coterie-domain"
@@ -121,6 +123,11 @@ class Gateway:
             return 0
         caller = self._caller(request)
         request.context = caller
+        opens = f"/{caller.only}" if caller.only else None
+        if path == opens:
+            return 0
+        if opens is not None:
+            raise self._rejected("key", HttpError(403, f"the key {caller.name!r} opens {opens} alone"))
         if not path.startswith("/v1/"):
             if not caller.admin:
                 raise self._rejected("key", HttpError(403, "this endpoint needs an administrator's key"))
@@ -311,11 +318,19 @@ def _is_foreign(request: HttpRequest) -> bool:
 
 
 def check_access(config: GatewayConfig) -> Keys | None:
-    """Load the keys of a config. Raises ConfigError if other machines could reach the gateway without a key."""
+    """Load the keys of a config. Raises ConfigError if other machines could reach the gateway without a key, or if
+    peers would be sent a key that opens more than they need."""
     keys = None if config.keys is None else Keys.load(config.keys)
     check(
         keys is not None or is_loopback(config.address[0]),
         f"listen={config.listen} can be reached from other machines: set keys to a file of API keys "
         "(coterie serve --new-key NAME makes one), or listen on 127.0.0.1",
+    )
+    shown = read_key(PEER_KEY) if config.peers.urls else None
+    caller = None if keys is None or shown is None else keys.check(b"Bearer " + shown.encode())
+    check(
+        caller is None or caller.only == "peers",
+        f"{PEER_KEY} holds the key of {caller and caller.name!r}, which opens more than GET /peers: give peers one of "
+        "coterie serve --new-key NAME --only peers",
     )
     return keys

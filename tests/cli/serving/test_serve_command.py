@@ -46,6 +46,7 @@ decode: {router: joint}
         (("--embedded", "--router", "domain"), "labels"),
         (("--embedded", "--check"), "config files"),
         (("--new-key", ""), "name"),
+        (("--new-key", "a", "--only", "live"), "metrics, peers"),
     ],
 )
 def test_what_is_refused(run: Run, arguments: tuple[object, ...], words: str) -> None:
@@ -116,6 +117,9 @@ def test_a_new_key_is_shown_once_and_stored_as_a_hash(run: Run, tmp_path: Path) 
     assert caller is not None
     assert caller.admin
     assert yaml.safe_load(line)[0]["name"] == "other"
+    ran = run("serve", "--new-key", "prometheus", "--only", "metrics")
+    (entry,) = yaml.safe_load(ran.out.partition("Line for the keys file:\n")[2])
+    assert (entry["name"], entry["only"], "admin" in entry) == ("prometheus", "metrics", False)
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from coterie.errors import ConfigError, InputError, TraceError
 from coterie.gateway.access import Keys, new_key
 
-FIELDS = ("name", "sha256", "admin", "rate", "burst", "key")
+FIELDS = ("name", "sha256", "admin", "only", "rate", "burst", "key")
 HASH = hashlib.sha256(b"the key").hexdigest()
 
 
@@ -119,6 +119,14 @@ def test_a_file_that_others_may_open_is_said(mode: int, said: str, tmp_path: Pat
         ([{"name": "a", "sha256": HASH, "rate": 0}], "keys: entry 1 ('a'): rate=0.0 must be above 0"),
         ([{"name": "a", "sha256": HASH, "rate": float("nan")}], "keys: entry 1 ('a'): rate=nan must be above 0"),
         ([{"name": "a", "sha256": HASH, "rate": 1, "burst": 0.5}], "keys: entry 1 ('a'): burst=0.5 must be at least 1"),
+        (
+            [{"name": "a", "sha256": HASH, "only": "live"}],
+            "keys: entry 1 ('a'): only='live' must be one of metrics, peers",
+        ),
+        (
+            [{"name": "a", "sha256": HASH, "only": "peers", "admin": True}],
+            "keys: entry 1 ('a'): only='peers' opens nothing else: leave out admin",
+        ),
         ([{"name": "a", "sha256": HASH, "burst": 5}], "keys: entry 1 ('a'): burst=5.0 needs a rate"),
         ([{"name": "a", "sha256": HASH, "key": "secret"}], "keys: entry 1 ('a'): Object contains unknown field `key`"),
         (

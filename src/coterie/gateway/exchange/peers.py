@@ -27,7 +27,7 @@ from coterie.net.http1 import Headers, Upstream, UpstreamError
 from coterie.routing.fleet import MOST_CONTEXT, WorkerLoads
 
 PATH = "/peers"
-KEY_VARIABLE = "COTERIE_ADMIN_KEY"
+KEY_VARIABLE = "COTERIE_PEER_KEY"
 ABSENT_S = 3.0
 """Seconds, or ten intervals if they are longer, without a usable answer after which a peer's requests no longer count:
 a busy machine may halt a process for a second."""
@@ -191,7 +191,7 @@ class Peers:
     def heard(self, peer: Peer, status: int, body: bytes) -> None:
         """Take a peer's answer; one that cannot be read leaves the last good one."""
         if status != 200:
-            hint = f": it needs an administrator's key, in {KEY_VARIABLE}" if status in (401, 403) else ""
+            hint = f": it needs a key of `only: peers`, in {KEY_VARIABLE}" if status in (401, 403) else ""
             peer.error = f"HTTP {status}{hint}"
             return
         try:

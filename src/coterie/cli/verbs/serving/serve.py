@@ -60,6 +60,10 @@ def serve_command(
         str | None, typer.Option("--new-key", help="Print a new API key of this name and the line to store, and end.")
     ] = None,
     admin: Annotated[bool, typer.Option("--admin", help="With --new-key: an administrator's key.")] = False,
+    only: Annotated[
+        str | None,
+        typer.Option("--only", help="With --new-key: a key that opens `metrics` (for Prometheus) or `peers` alone."),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Route requests by prefix, experts and load in front of a live fleet; OpenAI-compatible.
@@ -68,7 +72,7 @@ def serve_command(
     config changes nothing. Secrets come from the environment: COTERIE_FLEET_SECRET and COTERIE_WORKER_KEY.
     """
     if new_key is not None:
-        _print_key(new_key, admin, json)
+        _print_key(new_key, admin, only, json)
         return
     refuse(
         {
@@ -84,12 +88,12 @@ def serve_command(
         _serve_embedded(port, router, demo, folder, json)
 
 
-def _print_key(name: str, admin: bool, json: bool) -> None:
+def _print_key(name: str, admin: bool, only: str | None, json: bool) -> None:
     from coterie.gateway.access import new_key
 
-    key, entry = new_key(name, admin=admin)
+    key, entry = new_key(name, admin=admin, only=only)
     if json:
-        print_json({"key": key, "name": name, "sha256": entry.sha256, "admin": admin})
+        print_json({"key": key, "name": name, "sha256": entry.sha256, "admin": admin, "only": only})
     else:
         print_lines(f"Key, shown once: {key}", f"Line for the keys file:\n{entry.as_yaml()}")
 
