@@ -2,12 +2,13 @@
 
     python lab/benchmarks/gpu/plugin.py run MODEL SEEN.json        # ids beside those that the engine used
     python lab/benchmarks/gpu/plugin.py ordered MODEL SEEN.json    # the scheduler, given the footprints of SEEN.json
-    python lab/benchmarks/gpu/plugin.py cost MODEL [ROUNDS]
+    python lab/benchmarks/gpu/plugin.py cost MODEL [ROUNDS [ROWS]]
     python lab/benchmarks/gpu/plugin.py top_k                      # the top k of logits beside vLLM's bundled kernel
 
 MODEL is a folder. Without weights in it they are random, and every step has a routing drawn anew. The engine's ids are
 those of vLLM's own capturer; where a kernel routes internally, as gpt-oss in mxfp4, those of the kernel's top k. `cost`
-captures every graph twice, with the hook and without, and times decode steps of 16 rows with one and the other in turn.
+captures every graph twice, with the hook and without, and times decode steps of ROWS rows, 16 by default, with one and
+the other in turn.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from coterie.engines.calibration.calibrate import model_config
 from coterie.engines.calibration.imposed import ENVIRONMENT, ImposedEngine, ImposedRouting
 
 REQUESTS, PLACES, ANSWER, SHARED, STEP_TOKENS = 160, 20, 40, 64, 256
-CONTEXT, ROWS, STEPS, KV_BYTES = 512, 16, 60, 8 << 30
+CONTEXT, STEPS, KV_BYTES = 512, 60, 8 << 30
 EVENTS = "ipc:///tmp/coterie-plugin-{}"
 CONNECTOR = {"kv_connector": "CoterieConnector", "kv_role": "kv_both"}
 ORDER = {"strategy": "latency_aware", "device": "h200", "window_size": 64}
@@ -222,7 +223,7 @@ def run(folder: Path, seen: Path, ordered: bool) -> None:
         seen.write_text(json.dumps(record))
 
 
-def cost(folder: Path, rounds: int) -> None:
+def cost(folder: Path, rounds: int = 40, rows: int = 16) -> None:
     os.environ.update(ENVIRONMENT)
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -235,7 +236,7 @@ def cost(folder: Path, rounds: int) -> None:
     rng = np.random.default_rng(0)
     ids = np.argsort(rng.random((4096, spec.num_moe_layers, spec.num_experts)))[..., : spec.top_k]
     engine = ImposedEngine(
-        config, spec, ids, (CONTEXT,), 2 * CONTEXT, ROWS, kv_transfer_config=KVTransferConfig(**CONNECTOR)
+        config, spec, ids, (CONTEXT,), 2 * CONTEXT, rows, kv_transfer_config=KVTransferConfig(**CONNECTOR)
     )
     runner, writer = capturers.runner, get_kv_transfer_group()._writer
     graphs = {True: dict(runner.model.concrete_cudagraph_entries)}
@@ -247,7 +248,7 @@ def cost(folder: Path, rounds: int) -> None:
     assert graphs[True].keys() == graphs[False].keys()
     times: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for number in range(rounds + 1):
-        at = rng.integers(0, len(ids), (STEPS, ROWS))
+        at = rng.integers(0, len(ids), (STEPS, rows))
         for on in (True, False) if rng.random() < 0.5 else (False, True):
             runner.model.concrete_cudagraph_entries = dict(graphs[on])
             writer.store.enabled = on
@@ -270,7 +271,7 @@ def cost(folder: Path, rounds: int) -> None:
             "on_over_off": round(float(np.median(ratios)), 5),
             "ci95": np.quantile(draws, (0.025, 0.975)).round(5).tolist(),
         }
-    print(json.dumps({**report, "rows": ROWS, "rounds": rounds, "steps": STEPS}))
+    print(json.dumps({**report, "rows": rows, "rounds": rounds, "steps": STEPS}))
 
 
 def top_k(rows: int = 100_000) -> None:
@@ -307,8 +308,8 @@ def main() -> None:
             run(Path(folder), Path(seen), how == "ordered")
         case ["top_k"]:
             top_k()
-        case ["cost", folder, *rounds]:
-            cost(Path(folder), int(rounds[0]) if rounds else 40)
+        case ["cost", folder, *more] if len(more) <= 2:
+            cost(Path(folder), *map(int, more))
         case _:
             sys.exit(__doc__)
 
