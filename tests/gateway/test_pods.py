@@ -96,6 +96,41 @@ def test_a_pod_that_cannot_join_keeps_no_other_from_it_and_a_reload_none_from_st
     run(test)
 
 
+def test_a_pod_takes_the_id_of_no_other_worker() -> None:
+    """Neither that of the config, also after its removal, nor that of one added later; the reason is logged once."""
+
+    async def test() -> None:
+        async def lists(_: Canned, __: HttpRequest, responder: Responder) -> None:
+            responder.send(200, msgspec.json.encode({"items": [pod("a"), pod("b"), pod("c")]}))
+
+        async with canned_workers("a", "b", "api", api=lists) as (a, b, api):
+            section = PodSection(selector="app=vllm", port=1, namespace="ns", api=api.url, every_s=0.001)
+            async with gateway(config_of([a], pods=section)) as found:
+                ask, parts = found.client.ask, found.running.parts
+
+                def urls() -> dict[str, str]:
+                    return {entry.id: entry.url for entry in parts.entries()}
+
+                async def looked_again() -> None:
+                    before = len(api.asked)
+                    await until(lambda: len(api.asked) > before + 3)
+
+                await until(lambda: len(parts.entries()) == 3)
+                assert urls() == {"a": a.url, "b": "http://127.0.0.1:1", "c": "http://127.0.0.1:1"}
+                assert (await ask("POST", "/workers", {"id": "b", "url": b.url})).status == 200
+                await looked_again()
+                assert urls() == {"a": a.url, "b": b.url, "c": "http://127.0.0.1:1"}
+                assert (await ask("DELETE", "/workers/a")).status == 200
+                await looked_again()
+                assert urls() == {"b": b.url, "c": "http://127.0.0.1:1"}
+                said = "pods: pod '{}' cannot join: a worker that is no pod has this id"
+                logged = found.logged()
+                assert logged.count(said.format("a")) == 1
+                assert said.format("c") not in logged
+
+    run(test)
+
+
 @pytest.mark.parametrize(
     "wrong", [{"selector": " "}, {"port": 70_000}, {"kv_events_port": 0}, {"api": "host:1"}, {"every_s": 0.0}]
 )

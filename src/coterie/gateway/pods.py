@@ -2,6 +2,7 @@
 
 Pods are listed again and again rather than watched: one small request every few seconds, and nothing to miss. A pod
 joins when it has an address, and leaves when it is gone or ends; whether it gets requests is for health checks to say.
+Who may create pods chooses their names: a pod never replaces a worker that the config or an administrator has named.
 """
 
 from __future__ import annotations
@@ -78,13 +79,15 @@ class PodWatch:
         data = await answer.read(LIST_BYTES)
         check(answer.status == 200, f"HTTP {answer.status} for {target}")
         entries = [self._entry(pod) for pod in msgspec.json.decode(data, type=_Pods).items if _runs(pod)]
+        named = {worker.id for worker in (*parts.config.workers, *parts.changes.workers)}
         present, before = {entry.id for entry in parts.entries()}, parts.pods.keys()
-        parts.pods = {entry.id: entry for entry in entries}
-        for id in before & present - parts.pods.keys():
+        parts.pods = {entry.id: entry for entry in entries if entry.id not in named}
+        for id in before & present - parts.pods.keys() - named:
             parts.remove_worker(id)
         refused: ConfigError | None = None
         for entry in entries:
             try:
+                check(entry.id not in named, f"pod {entry.id!r} cannot join: a worker that is no pod has this id")
                 parts.add_worker(entry)
             except ConfigError as error:
                 refused = error
