@@ -38,11 +38,12 @@ from coterie.gateway.exchange.call import (
 )
 from coterie.gateway.exchange.flow import REQUEST_ID, RETRY_AFTER, failed
 from coterie.gateway.exchange.knowledge import NOTHING
-from coterie.gateway.exchange.observing import CLIENT_GONE, Watcher, outcome_of
+from coterie.gateway.exchange.observing import Watcher, outcome_of
 from coterie.gateway.exchange.peers import KEY_VARIABLE as PEER_KEY
 from coterie.gateway.fleet.waiting import Refused
 from coterie.gateway.page.serving import Live, is_page, send_file
 from coterie.gateway.parts import MODELS_S, GatewayParts
+from coterie.gateway.watching.recent import CLIENT_GONE
 from coterie.gateway.watching.spans import NO_SPAN
 from coterie.net.access import is_loopback, read_key
 from coterie.net.http1 import Headers, HttpError, HttpRequest, Limits, Responder, UpstreamError

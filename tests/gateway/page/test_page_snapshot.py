@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from canned_workers import canned_workers
+from canned_workers import canned_workers, says
 from coterie.control import KINDS
 from coterie.gateway.config import GatewayConfig, WorkerEntry
 from coterie.gateway.control.driver import MOST_CELLS, as_map
@@ -21,7 +21,7 @@ from gateway_runs import FAST, config_of, gateway, run
 from shown_control import ShownControl, full_view
 
 NOW = 1_700_000_000.0
-MINUTE = {"seconds": 60.0, "ended": 0, "failed": 0, "ttft_ms": {"p50": None}, "tpot_ms": {"p50": None}}
+MINUTE = {"seconds": 60.0, "ended": 0, "failed": 0, "refused": 0, "ttft_ms": {"p50": None}, "tpot_ms": {"p50": None}}
 QUIET: dict[str, Any] = {"events": [], "advice": None}
 MOST_BYTES = 700_000
 """Most bytes of a snapshot of the largest fleet, with every text at its longest."""
@@ -68,6 +68,25 @@ def test_times_are_those_of_requests_that_ended() -> None:
             assert (told["minute"]["ended"], told["minute"]["failed"]) == (3, 0)
             assert told["series"]["ended"][-1] == 3
             assert told["series"]["ttft_ms"]["p50"][-1] > 0
+
+    run(test)
+
+
+def test_what_is_refused_is_no_failure_and_has_no_time() -> None:
+    """A worker's refusal of a wrong request: the page says how many, apart from failures."""
+
+    async def test() -> None:
+        async with canned_workers("a", a=says(400)) as (a,), gateway(config_of([a])) as found:
+            assert (await found.client.complete()).status == 400
+            parts = found.running.parts
+            parts.watcher.catch_up()
+            newest = parts.watcher.recent._ring[-1]
+            told = snapshot(parts, newest.number * parts.watcher.recent.bin_s, PageQuery())
+            minute = told["minute"]
+            assert (minute["ended"], minute["failed"], minute["refused"]) == (1, 0, 1)
+            assert minute["ttft_ms"]["p50"] is None
+            assert "1 ended in the last 60 s, 1 refused." in told["verdict"]
+            assert found.metrics["coterie_gateway_ttft_seconds_count"] == 0
 
     run(test)
 
@@ -167,10 +186,12 @@ def test_the_verdict_says_what_happened_and_what_is_to_be_done() -> None:
     def told(*kinds: str, state: str = "advised") -> dict[str, Any]:
         return {"events": [{"kind": kind, "reason": "0.23% in 8 pieces"} for kind in kinds], "advice": {"state": state}}
 
-    minute = {**MINUTE, "ended": 9, "failed": 2, "ttft_ms": {"p50": 1234.0}, "tpot_ms": {"p50": 4.567}}
+    minute = {**MINUTE, "ended": 9, "failed": 2, "refused": 3, "ttft_ms": {"p50": 1234.0}, "tpot_ms": {"p50": 4.567}}
     turns = {"router": "latency_aware", "pairs": 12, "verdict": "TPOT is 6.3% lower than by the shortest queue"}
     said = verdict([row("a")], minute, told("drift", "refit_taken", "no_drift"), turns)
-    assert "9 ended in the last 60 s, 2 of them without an answer (medians: TTFT 1.23 s, TPOT 4.57 ms)." in said
+    assert (
+        "9 ended in the last 60 s, 2 of them without an answer, 3 refused (medians: TTFT 1.23 s, TPOT 4.57 ms)." in said
+    )
     assert "With latency_aware: TPOT is 6.3% lower" in said
     assert said.endswith("The router was fitted anew to the present traffic. Nothing is to be done.")
     assert "pieces" not in said

@@ -33,9 +33,9 @@ def test_times_that_cannot_be_are_held_within_bounds(value: float) -> None:
 
 def test_bins_follow_the_clock() -> None:
     recent = Recent(bins=4, bin_s=5.0)
-    recent.add(100.0, True, 0.1, 0.01, 7)
-    recent.add(104.9, False, None, None)
-    recent.add(111.0, True, 0.2, None, 3)
+    recent.add(100.0, 200, False, 0.1, 0.01, 7)
+    recent.add(104.9, 502)
+    recent.add(111.0, 200, False, 0.2, None, 3)
     series = recent.series(112.0)
     assert series["ended"] == [0, 2, 0, 1]
     assert series["failed"] == [0, 1, 0, 0]
@@ -49,26 +49,46 @@ def test_bins_follow_the_clock() -> None:
     assert recent.over(1000.0, 60.0)["ttft_ms"] == {"p50": None, "p95": None}
 
 
+@pytest.mark.parametrize(
+    ("status", "cut", "counted"),
+    [
+        (200, False, (0, 0)),
+        (400, False, (0, 1)),
+        (429, False, (0, 1)),
+        (499, False, (0, 0)),
+        (500, False, (1, 0)),
+        (503, False, (1, 0)),
+        (200, True, (1, 0)),
+    ],
+)
+def test_a_refused_request_is_no_failure(status: int, cut: bool, counted: tuple[int, int]) -> None:
+    recent = Recent(bins=2, bin_s=5.0)
+    recent.add(1.0, status, cut)
+    told, series = recent.over(1.0, 5.0), recent.series(1.0)
+    assert (told["ended"], told["failed"], told["refused"]) == (1, *counted)
+    assert (series["failed"][-1], series["refused"][-1]) == counted
+
+
 def test_a_clock_that_goes_back_counts_into_the_newest_bin() -> None:
     recent = Recent(bins=3, bin_s=1.0)
-    recent.add(50.0, True, 0.1, None)
-    recent.add(10.0, True, 0.1, None)
+    recent.add(50.0, 200, False, 0.1, None)
+    recent.add(10.0, 200, False, 0.1, None)
     assert recent.series(50.5)["ended"] == [0, 0, 2]
 
 
 def test_quantiles_that_were_told_are_told_anew_after_more_came() -> None:
     recent = Recent()
-    recent.add(10.0, True, 0.1, None)
+    recent.add(10.0, 200, False, 0.1, None)
     before = recent.series(10.0)["ttft_ms"]["p50"][-1]
     for _ in range(5):
-        recent.add(10.0, True, 1.0, None)
+        recent.add(10.0, 200, False, 1.0, None)
     assert recent.series(10.0)["ttft_ms"]["p50"][-1] > 5 * before
 
 
 def test_it_keeps_as_much_after_a_day_as_after_five_minutes(rng: np.random.Generator) -> None:
     recent = Recent()
     for second in range(0, 86_400, 4):
-        recent.add(float(second), True, float(rng.lognormal(-2, 3)), float(rng.lognormal(-5, 3)))
+        recent.add(float(second), 200, False, float(rng.lognormal(-2, 3)), float(rng.lognormal(-5, 3)))
     assert len(recent._ring) == recent.bins
     steps = math.log(1e11) / math.log(1.05)
     assert all(len(one.ttft._counts) <= steps for one in recent._ring)

@@ -14,12 +14,10 @@ from coterie.gateway.fleet.keeper import Choice
 from coterie.gateway.watching.decisions import Decisions
 from coterie.gateway.watching.logs import Log
 from coterie.gateway.watching.metrics import Metrics
-from coterie.gateway.watching.recent import Recent
+from coterie.gateway.watching.recent import CLIENT_GONE, Recent
 from coterie.routing.base import Request
 from coterie.wire.footprints import WireFootprint
 
-CLIENT_GONE = 499
-"""Status in logs and metrics of a request whose client disconnected."""
 ENDS = {CLIENT_GONE: "cancelled", **dict.fromkeys((401, 403, 429, 503), "refused")}
 """Error status → label of the request's end; others are invalid (4xx) or failed (5xx)."""
 Cached = NDArray[np.int64] | None
@@ -165,12 +163,13 @@ class Watcher:
     def _count_end(self, path: str, result: Outcome, seconds: float, waited_s: float | None, now_s: float) -> None:
         metrics, outcome = self.metrics, outcome_of(result)
         metrics.requests.inc(path, outcome)
-        self.recent.add(now_s, outcome == "ok", result.ttft_s, result.tpot_s, result.output_tokens)
+        ttft_s = None if result.status >= 400 else result.ttft_s  # a refusal has no token
+        self.recent.add(now_s, result.status, result.cut, ttft_s, result.tpot_s, result.output_tokens)
         if waited_s is not None:
             metrics.queue_seconds.observe(waited_s)
         metrics.request_seconds.observe(seconds)
-        if result.ttft_s is not None:
-            metrics.ttft_seconds.observe(result.ttft_s)
+        if ttft_s is not None:
+            metrics.ttft_seconds.observe(ttft_s)
         if result.tpot_s is not None:
             metrics.tpot_seconds.observe(result.tpot_s)
         if result.tokens:

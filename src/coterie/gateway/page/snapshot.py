@@ -266,6 +266,8 @@ def _minute(minute: Told) -> str:
     said = f"; {minute['ended'] or 'none'} ended in the last {minute['seconds']:g} s"
     if minute["failed"]:
         said += f", {minute['failed']} of them without an answer"
+    if minute["refused"]:
+        said += f", {minute['refused']} refused"
     medians = [
         f"{name} {_ms(minute[key]['p50'])}"
         for name, key in (("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"))

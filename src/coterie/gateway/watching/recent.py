@@ -13,6 +13,8 @@ from typing import Any
 
 from coterie.errors import check_at_least, check_positive
 
+CLIENT_GONE = 499
+"""Status of a request whose client disconnected."""
 STEP = math.log(1.05)
 SHORTEST_S, LONGEST_S = 1e-6, 1e5
 """Shortest and longest time in seconds; times outside are clipped to them."""
@@ -59,11 +61,11 @@ class Times:
 class Bin:
     """Counts and times of the requests that ended within one time bin."""
 
-    __slots__ = ("ended", "failed", "number", "output_tokens", "tpot", "ttft")
+    __slots__ = ("ended", "failed", "number", "output_tokens", "refused", "tpot", "ttft")
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.ended = self.failed = self.output_tokens = 0
+        self.ended = self.failed = self.refused = self.output_tokens = 0
         self.ttft, self.tpot = Times(), Times()
 
 
@@ -76,14 +78,27 @@ class Recent:
         self.bins, self.bin_s = bins, bin_s
         self._ring: deque[Bin] = deque(maxlen=bins)
 
-    def add(self, now_s: float, ok: bool, ttft_s: float | None, tpot_s: float | None, output_tokens: int = 0) -> None:
-        """Record the end of a request. If the clock went back, it counts in the newest bin."""
+    def add(
+        self,
+        now_s: float,
+        status: int,
+        cut: bool = False,
+        ttft_s: float | None = None,
+        tpot_s: float | None = None,
+        output_tokens: int = 0,
+    ) -> None:
+        """Record the end of a request. If the clock went back, it counts in the newest bin.
+
+        It failed with a 5xx, or if its answer was `cut`. A 4xx is refused: its sender, not the fleet, is at fault.
+        A client that left counts as neither.
+        """
         number = int(now_s // self.bin_s)
         if not self._ring or number > self._ring[-1].number:
             self._ring.append(Bin(number))
         newest = self._ring[-1]
         newest.ended += 1
-        newest.failed += not ok
+        newest.failed += cut or status >= 500
+        newest.refused += not cut and 400 <= status < CLIENT_GONE
         newest.output_tokens += output_tokens
         if ttft_s is not None:
             newest.ttft.add(ttft_s)
@@ -91,7 +106,7 @@ class Recent:
             newest.tpot.add(tpot_s)
 
     def series(self, now_s: float) -> dict[str, Any]:
-        """Return lists [bin], oldest first, current bin last: requests ended, requests failed, and times in ms.
+        """Return lists [bin], oldest first, current bin last: requests ended, failed and refused, and times in ms.
 
         Times are None in bins without values.
         """
@@ -102,6 +117,7 @@ class Recent:
             "bin_s": self.bin_s,
             "ended": [bin.ended for bin in bins],
             "failed": [bin.failed for bin in bins],
+            "refused": [bin.refused for bin in bins],
             "ttft_ms": _columns([bin.ttft for bin in bins]),
             "tpot_ms": _columns([bin.tpot for bin in bins]),
         }
@@ -114,6 +130,7 @@ class Recent:
             "seconds": seconds,
             "ended": sum(bin.ended for bin in bins),
             "failed": sum(bin.failed for bin in bins),
+            "refused": sum(bin.refused for bin in bins),
             "output_tokens": sum(bin.output_tokens for bin in bins),
             "ttft_ms": Times(bin.ttft for bin in bins).quantiles(),
             "tpot_ms": Times(bin.tpot for bin in bins).quantiles(),

@@ -21,12 +21,12 @@ from coterie.gateway.config import PickerSection
 from coterie.gateway.exchange.call import CHAT, COMPLETIONS, EMBEDDINGS, Call, Outcome, checked_id, make_call, new_name
 from coterie.gateway.exchange.flow import NO_USAGE, REQUEST_ID, RETRY_AFTER, may_retry
 from coterie.gateway.exchange.knowledge import NOTHING, KnownPrompt
-from coterie.gateway.exchange.observing import CLIENT_GONE
 from coterie.gateway.exchange.pool import DECODE, PREFILL, Member, Pool, Sent
 from coterie.gateway.exchange.relay import USAGE, usage_in, usage_of
 from coterie.gateway.exchange.vllm_pair import Handoff, RefusedPrefill, VllmPairFlow
 from coterie.gateway.fleet.waiting import Refused
 from coterie.gateway.gateway import DOMAIN_HEADER, DRAINING, REFUSALS, Gateway, draining
+from coterie.gateway.watching.recent import CLIENT_GONE
 from coterie.net.grpc_server import DEADLINE_EXCEEDED, GrpcCall, GrpcError
 from coterie.net.http1 import Headers, HttpError, is_event_stream
 from coterie.net.http1.messages import check_http, split_target

@@ -16,7 +16,8 @@ export function latencyPanel() {
   return (snapshot) => {
     const { series, minute } = snapshot;
     const rate = minute.ended / minute.seconds;
-    text(note, `last minute: ${number(minute.ended)} requests (${number(rate)} a second), ${number(minute.output_tokens)} tokens${minute.failed ? `, ${minute.failed} failed` : ""}`);
+    const ends = ["failed", "refused"].filter((end) => minute[end]).map((end) => `, ${minute[end]} ${end}`).join("");
+    text(note, `last minute: ${number(minute.ended)} requests (${number(rate)} a second), ${number(minute.output_tokens)} tokens${ends}`);
     for (const { name, key, said, chart } of charts) {
       const now = `median ${milliseconds(minute[key].p50)}, p95 ${milliseconds(minute[key].p95)}`;
       text(said, now);
