@@ -38,7 +38,6 @@ STALE_REPORTS = 3
 """Intervals after which a worker's last report is no longer used."""
 MOST_ERROR = 300
 """Most characters of an error that are shown: it quotes what the worker sent."""
-NO_REPORT = WorkerReport(0, 0, 0.0)
 PREFILL, DECODE = "prefill", "decode"
 """Names of the pools."""
 
@@ -243,14 +242,35 @@ class Pool:
         elif now - member.reported_s < STALE_REPORTS * member.health.settings.metrics_every_s:
             return
         member.report = report
-        if self.members.get(member.entry.id) is member:
-            seen, known = report or NO_REPORT, self.keeper.members[member.entry.id]
-            if seen.running > known.places:
-                self.keeper.join(member.entry.id, seen.running, known.speed, known.held)
-            self.keeper.fleet.observe(self.row_of(member), seen.running + seen.waiting, seen.kv_used)
+        if self.members.get(member.entry.id) is not member:
+            return
+        if report is not None:
+            known = self.keeper.members[member.entry.id]
+            if report.running > known.places:
+                self.keeper.join(member.entry.id, report.running, known.speed, known.held)
+            self.keeper.fleet.observe(self.row_of(member), report.running + report.waiting, report.kv_used)
+        self._assume_unknown()
+
+    def _assume_unknown(self) -> None:
+        """Take workers without a usable report to be as busy as the others: a worker of which nothing is known is not
+        empty, and would draw most requests if it were taken to be.
+
+        What this gateway and its peers have there is known all the same. Of other front ends it is taken to have as
+        many requests by place as the workers that report, and of its KV blocks their mean share to be in use.
+        """
+        fleet = self.keeper.fleet
+        unknown = [self.row_of(member) for member in self.members.values() if member.report is None]
+        rows = [self.row_of(member) for member in self.members.values() if member.report is not None]
+        by_place = kv_used = 0.0
+        if unknown and rows:
+            others = fleet.in_flight[rows] - fleet.running[rows] - fleet.heard.running[rows]
+            by_place = others.sum() / fleet.places[rows].sum()
+            kv_used = fleet.kv_used[rows].mean()
+        for row in unknown:
+            fleet.observe(row, fleet.peak.item(row) + round(by_place * fleet.places.item(row)), kv_used)
 
     def others(self, member: Member) -> int:
-        """Return the requests of other front ends at a worker, as its metrics show them."""
+        """Return the requests of other front ends at a worker, by its metrics; assumed if they cannot be read."""
         fleet, row = self.keeper.fleet, self.row_of(member)
         return int(fleet.in_flight[row] - fleet.running[row])
 

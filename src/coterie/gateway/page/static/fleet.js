@@ -21,9 +21,9 @@ function row() {
   return node;
 }
 
-// What the worker's own metrics say, and how old that is.
+// What the worker's own metrics say, and how old that is. A worker without any is taken to be as busy as the others.
 function reported(report) {
-  if (report.age_s == null) return report.error ?? "its metrics are not read";
+  if (report.age_s == null) return `${report.error ?? "its metrics are not read"}: requests of other front ends are guessed`;
   return `reported ${report.age_s} s ago: ${report.running} running, ${report.waiting} waiting, ${Math.round(100 * report.kv_used)}% of KV used`;
 }
 
