@@ -203,6 +203,7 @@ def test_says_why_it_keeps_the_map() -> None:
     top = Topology(8)
     assert "no move pays" in str(LatencyOptimal(v3_prices(horizon=0.001)).plan(load, top, current).skip_reason)
     dear = LatencyOptimal(v3_prices(horizon=1000.0, planning_s=1e9)).plan(load, top, current)
+    assert str(dear.skip_reason).startswith("1,000 steps would save ")
     assert "planning_s=1e+09" in str(dear.skip_reason)
     assert dear.placement.slot_experts.tobytes() == current.slot_experts.tobytes()
     even = LatencyOptimal(v3_prices(target_balance=0.1)).plan(load, top, current)

@@ -70,6 +70,14 @@ def test_faster_drift_and_cheaper_rounds_shorten_the_interval() -> None:
     assert settled(15.0, 5e-4) < settled(15.0, 8e-3)
 
 
+def test_the_reason_prints_steps_with_thousands() -> None:
+    one = rebalancer(first_interval=1_820.0)
+    load = Load(loads(1, 1e9)[0], STEPS)
+    assert " in 1,820 steps and cost " in one.observe(load).reason
+    one.landed()
+    assert one.observe(load).reason == f"next look in {one.interval - STEPS:,.0f} steps"
+
+
 def test_a_steady_load_is_balanced_once_and_left_alone() -> None:
     steady = np.tile(loads(1, 1e9), (40, 1, 1))
     rng = np.random.default_rng(1)

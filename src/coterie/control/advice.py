@@ -34,7 +34,7 @@ from coterie.placement.scenarios import at_mean, steps_of_requests
 from coterie.placement.triggers.actions import ActionEvent, ActionManager, ActionSettings
 from coterie.placement.triggers.rebalancing import DEFAULTS, RebalancingDecision, RebalancingSettings
 from coterie.types import Placement, Topology
-from coterie.units import shown_s
+from coterie.units import counted, shown_s
 
 SCENARIOS = 32
 """Number of single steps that are drawn."""
@@ -464,7 +464,8 @@ class PlacementAdvisor:
             return None
         actions_s = steps * plan.after_s + plan.movement_s
         cost = shown_s(plan.movement_s)
-        words = f"{len(plan.moves)} moves of single actions gain {shown_s(gain_s)} in {steps:.3g} steps and cost {cost}"
+        gain = f"{shown_s(gain_s)} in {counted(steps, 'step')}"
+        words = f"{len(plan.moves)} moves of single actions gain {gain} and cost {cost}"
         if decision.plan is not None:
             rival = decision.plan
             shares = None if rival.split == "equal" else rival.shares

@@ -34,7 +34,7 @@ from coterie.placement.planning.search.layers import AT_TARGET, CHANGED, KEPT, R
 from coterie.placement.planning.search.state import Prices, is_small
 from coterie.registry import needs
 from coterie.types import Placement, Topology
-from coterie.units import shown_s
+from coterie.units import counted, shown_s
 
 Split = Literal["equal", "weighted", "optimal"]
 
@@ -296,8 +296,8 @@ class LatencyOptimal:
         if (outcomes == AT_TARGET).all():
             return f"every layer has at least {self.objective.target_balance:.1%} of the best balance there is"
         if not (outcomes == CHANGED).any():
-            return f"no move pays for itself within {self.objective.horizon:g} steps"
-        would = f"{self.objective.horizon:g} steps would save {shown_s(gain)} after movement"
+            return f"no move pays for itself within {counted(self.objective.horizon, 'step')}"
+        would = f"{counted(self.objective.horizon, 'step')} would save {shown_s(gain)} after movement"
         return f"{would}, which does not pay planning_s={planning:.3g}" if gain <= planning else None
 
 

@@ -48,7 +48,7 @@ from coterie.placement.objective import Objective, Problem
 from coterie.placement.scenarios import RecentSteps
 from coterie.placement.triggers.drift import Array, DriftEstimate, DriftEstimator, Forecast
 from coterie.types import Placement, Topology
-from coterie.units import shown_s
+from coterie.units import counted, shown_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,14 +222,14 @@ class Rebalancer:
         grown_s = (excess_s - self._excess_then_s) * self.interval
         urgent = self._cost_s is not None and grown_s > self.settings.urgent * self._cost_s
         if self.step < self._due and not (urgent and self._age() >= self.settings.min_interval):
-            return self._wait("not_due", f"next look in {self._due - self.step:g} steps")
+            return self._wait("not_due", f"next look in {counted(self._due - self.step, 'step')}")
         to_gain_s = max(0.0, excess_s - self._left_share * float(problem.even.sum()))
         if to_gain_s * weight <= (1 + self.settings.margin) * self.objective.planning_s:
             self._settle_interval()
             best = "steps as even as after the last round" if self._left_share else "an even load"
             return self._wait(
                 "planning_costs_more",
-                f"{best} would save {shown_s(to_gain_s * weight)} in {self.interval:g} steps; planning alone costs "
+                f"{best} would save {shown_s(to_gain_s * weight)} in {counted(weight, 'step')}; planning alone costs "
                 f"{shown_s(self.objective.planning_s)}",
             )
         return self._plan(expected, problem, weight, "early: " if self.step < self._due else "")
@@ -282,7 +282,7 @@ class Rebalancer:
         # Planning time is already spent: compare with the movement alone.
         if gain_s <= (1 + self.settings.margin) * plan.movement_s and not must:
             why += (
-                f"{moves} moves would gain {shown_s(gain_s)} in {weight:.3g} steps "
+                f"{moves} moves would gain {shown_s(gain_s)} in {counted(weight, 'step')} "
                 f"and take {shown_s(plan.movement_s)}, not {self.settings.margin:.0%} less"
             )
             return self._in_vain("does_not_pay", why, gain_s, cost_s)
@@ -297,7 +297,7 @@ class Rebalancer:
             self._left_share = self._excess_then_s / max(float(problem.even.sum()), 1e-300)
         self.landed(0)  # a plan without moves (new shares only) takes effect at once
         self.rounds.append(RebalancingRound(self.step, self.interval, moves, cost_s))
-        why += f"{moves} moves gain {shown_s(gain_s)} in {weight:.3g} steps and cost {shown_s(cost_s)}"
+        why += f"{moves} moves gain {shown_s(gain_s)} in {counted(weight, 'step')} and cost {shown_s(cost_s)}"
         reason = f"{why}; {self._known.reason}"
         return RebalancingDecision(plan, reason, "moved", self.interval, gain_s, cost_s, True, weight)
 

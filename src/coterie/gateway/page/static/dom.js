@@ -43,8 +43,8 @@ export function options(select, values, first = null) {
 
 export function number(value, digits = 3) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
-  if (value !== 0 && (Math.abs(value) >= 1e6 || Math.abs(value) < 1e-3)) return value.toExponential(1);
-  if (Number.isInteger(value)) return value.toLocaleString("en");
+  if (value !== 0 && Math.abs(value) < 1e-3) return value.toExponential(1);
+  if (Number.isInteger(value) || Math.abs(value) >= 1e4) return Math.round(value).toLocaleString("en");
   return Number(value.toPrecision(Math.abs(value) >= 100 ? 4 : digits)).toLocaleString("en", { maximumFractionDigits: 6 });
 }
 
