@@ -143,6 +143,8 @@ def test_after_warm_no_verb_compiles_anything(tmp_path: Path) -> None:
         ("simulate", "trace", "--requests", "60"),
         ("plan", "trace", "--ranks", "8"),
         ("evaluate", "all-to-all"),
+        ("demo",),
+        ("serve", "--embedded", "--demo", "--port", "0", "--json"),
     ):
         assert "compiling" not in run(*words).stderr, words
     assert {path.name for path in cache.rglob("*.nbc")} == compiled

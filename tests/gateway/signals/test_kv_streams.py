@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import re
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -16,14 +18,16 @@ from hypothesis import strategies as st
 
 from books import check_directory
 from coterie.errors import ConfigError
-from coterie.gateway.signals.kv_streams import BURST_S, SHARE, KvStreams, _Stream
-from coterie.kvindex import follower
+from coterie.gateway.signals.kv_streams import BURST_S, SHARE, KvStreams, _Stream, compile_directory
+from coterie.kvindex import _tables, directory, follower
 from coterie.wire.framing import QUEUE_BYTES, to_frames
 from coterie.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, decode_kv_events
 from kv_publisher import Publisher, payload
 from kv_reference import PROMPTS, SIZE, ReferenceDirectory, check_same, events, matched
 
 PROMPT = np.arange(8)
+LOOPS = sorted(set(re.findall(r"_tables\.([a-z]\w+)\(", inspect.getsource(directory))))
+"""Compiled loops that the directory calls."""
 HUGE = bytes(31 << 20)
 
 
@@ -33,6 +37,20 @@ def stored(name: int, tokens: list[int], parent: int | None = None, **more: Any)
 
 
 CHAIN = [stored(10, [0, 1]), stored(11, [2, 3], 10), stored(12, [4, 5], 11)]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_warming_up_runs_every_loop_of_the_directory(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    compiled = getattr(_tables, loop)
+
+    def counting(*arguments: Any) -> Any:
+        called.append(loop)
+        return compiled(*arguments)
+
+    monkeypatch.setattr(_tables, loop, counting)
+    compile_directory()
+    assert called
 
 
 async def until(holds: Callable[[], bool]) -> None:

@@ -103,10 +103,14 @@ def _route(path: Path) -> None:
     import numpy as np
 
     import coterie
+    from coterie.control import LoopShape
     from coterie.costs.lines import DecodeStepPrices
     from coterie.errors import ConfigError
     from coterie.footprints import footprint
+    from coterie.gateway.config import AdviseSection
+    from coterie.gateway.control.driver import advisor_of
     from coterie.gateway.embedded import decode_router
+    from coterie.gateway.fleet.spec import RouterSpec
     from coterie.gateway.signals import kv_streams, predicted
     from coterie.routing import RouterFit, routers
     from coterie.traces import ActivationTrace
@@ -123,6 +127,8 @@ def _route(path: Path) -> None:
     predicted.warm_up()
     for name in ("joint", None):
         decode_router(name)
+    shape = LoopShape(MODEL, fitted.num_layers, fitted.num_experts, fitted.learned.top_k, fitted.workers)
+    advisor_of(AdviseSection(ranks=4), shape, RouterSpec())[0].warm_up()
     prices, made = DecodeStepPrices.of(coterie.step_model(MODEL), 4), {}
     for name in routers.names():
         with contextlib.suppress(ConfigError):  # skip routers that need more than a fit, such as labels

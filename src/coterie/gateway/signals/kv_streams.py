@@ -351,7 +351,7 @@ class KvStreams:
 
 def compile_directory() -> None:
     """Compile the directory's loops, so that the first message and the first request do not wait seconds for them."""
-    follower = Follower(KVDirectory(1, block_size=2))
+    follower = Follower(KVDirectory(1, block_size=2, capacity=100))  # more than its tables begin with: they grow
     store = BlockStored(block_hashes=[1, 2], token_ids=[1, 2, 3, 4], block_size=2)
     child = BlockStored(block_hashes=[b"12345678"], parent_block_hash=2, token_ids=[5, 6], block_size=2)
     for event in (store, child, BlockRemoved(block_hashes=[2])):
