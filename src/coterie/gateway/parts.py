@@ -411,7 +411,7 @@ class GatewayParts:
             metrics.worker_report_age: lambda pool, member: (
                 None if member.report is None else pool.clock() - member.reported_s
             ),
-            metrics.distinct_experts: lambda pool, member: pool.keeper.fleet.distinct[pool.row_of(member)],
+            metrics.distinct_experts: lambda pool, member: pool.keeper.distinct(pool.row_of(member)),
         }
         reads |= {gauge: functools.partial(self._each, value) for gauge, value in by_worker.items()}
         for metric, read in reads.items():

@@ -130,6 +130,11 @@ class FleetKeeper:
         """Return the number of requests at a worker, including those that wait there."""
         return int(self.fleet.running[self.members[worker_id].row])
 
+    def distinct(self, row: int) -> float:
+        """Return how many distinct experts of a mean layer a step of a row's requests is expected to use."""
+        layers = 1 if self._made.shape is None else self._made.shape[0]
+        return float(self.fleet.distinct[row]) / layers
+
     def join(self, worker_id: str, places: int, speed: float = 1.0, held: Mask | None = None) -> int:
         """Add a worker, or change the one with this id; return its row. A new worker is open.
 

@@ -61,7 +61,7 @@ class Decoders:
         metrics.in_flight.read = lambda: len(keeper.requests)
         metrics.worker_running.read = by_worker(lambda name, _: keeper.running(name))
         metrics.worker_places.read = by_worker(lambda _, worker: worker.places)
-        metrics.distinct_experts.read = by_worker(lambda _, worker: keeper.fleet.distinct[worker.row])
+        metrics.distinct_experts.read = by_worker(lambda _, worker: keeper.distinct(worker.row))
 
     def listed(self, places: Mapping[str, int]) -> None:
         """Take Dynamo's list of instances, id → most requests at once.

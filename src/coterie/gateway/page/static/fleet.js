@@ -10,7 +10,7 @@ function row() {
   const bar = make("div", { class: "fill" });
   const said = make("span");
   const name = make("th", { scope: "row", class: "name" });
-  const cells = { role: cell("role"), requests: cell("", "full"), experts: cell("experts of a step"), health: cell("health"), breaker: cell("breaker") };
+  const cells = { role: cell("role"), requests: cell("", "full"), experts: cell("experts of a layer"), health: cell("health"), breaker: cell("breaker") };
   cells.requests.append(make("div", { class: "meter" }, make("div", { class: "track", "aria-hidden": "true" }, bar), said));
   const health = make("span", { class: "mark" });
   const breaker = make("span", { class: "mark" });
