@@ -40,6 +40,7 @@ def test_a_decision_is_shown_with_its_scores_and_reason() -> None:
         source="prefix",
         prompt_tokens=100,
         decision_s=37.25e-6,
+        router="latency_aware",
     )
     assert shown_by(decisions) == [
         {
@@ -47,6 +48,7 @@ def test_a_decision_is_shown_with_its_scores_and_reason() -> None:
             "time": "2023-11-14T22:13:20.250+00:00",
             "pool": "decode",
             "worker": "w2",
+            "router": "latency_aware",
             "scores": {"w1": 2.0, "w2": 1.5},
             "reason": "cheapest step",
             "fallback": None,

@@ -108,6 +108,7 @@ class Watcher:
             source=source,
             prompt_tokens=prompt_tokens,
             decision_s=seconds,
+            router=choice.router,
         )
 
     def failed(self, member: Member, kind: str) -> None:

@@ -41,6 +41,7 @@ from coterie.routing import Decision, Fleet, JoinShortestQueue, Request
 
 MOST_ROWS = 1 << 14
 NO_SPEC = RouterSpec()
+"""Spec of the shortest queue."""
 
 Mask = NDArray[np.uint64]
 """Experts held by a worker, [layer, word]: bit e of a layer is set if the worker has a slot of expert e. One row of
@@ -73,6 +74,8 @@ class Choice(msgspec.Struct, frozen=True):
     """The router's decision; its scores are [row]."""
     fallback: str | None = None
     """Reason why the router did not choose, a key of :attr:`FleetKeeper.fallbacks`; None if it did."""
+    router: str = ""
+    """Name of the router that chose; empty if it was made by a function, which has no name."""
 
 
 class FleetKeeper:
@@ -217,15 +220,17 @@ class FleetKeeper:
             try:
                 asked = self._checks.checked(wanted, fleet)
                 decision = self._made.router.route(asked, fleet)
+                router = self.spec.router if isinstance(self.spec, RouterSpec) else ""
                 if self.baseline:
                     decision = self._shortest.route(asked, fleet)._replace(profile=decision.profile)
+                    router = NO_SPEC.router
                 row = checked_row(decision, fleet)
                 for hidden_row in hidden:
                     fleet.alive[hidden_row] = True
                 fleet.admit(request_id, row, asked.prompt_tokens, decision.profile, uncomputed_of(asked, row))
                 if decision.profile is not None:  # the fleet keeps its own copy
                     decision = decision._replace(profile=None)
-                return self._began(request_id, Choice(self._ids[row] or "", row, decision))
+                return self._began(request_id, Choice(self._ids[row] or "", row, decision, router=router))
             except Exception as error:  # a router may be a plugin: it can raise anything
                 failure = fallback_of(error)
         self._undo(request_id)
@@ -269,7 +274,7 @@ class FleetKeeper:
             fleet.alive[:] = alive
         self.fallbacks[why.reason] += 1
         decision = shortest._replace(told=f"{why.text}; {shortest.reason}")
-        return Choice(self._ids[shortest.worker] or "", shortest.worker, decision, why.reason)
+        return Choice(self._ids[shortest.worker] or "", shortest.worker, decision, why.reason, NO_SPEC.router)
 
     def _began(self, request_id: str, choice: Choice) -> Choice:
         self.requests[request_id] = choice

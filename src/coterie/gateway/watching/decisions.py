@@ -36,6 +36,7 @@ class _Record(NamedTuple):
     source: str | None
     prompt_tokens: int
     decision_s: float | None
+    router: str
 
 
 class Decisions:
@@ -65,12 +66,14 @@ class Decisions:
         source: str | None = None,
         prompt_tokens: int = 0,
         decision_s: float | None = None,
+        router: str = "",
     ) -> None:
         """Record a decision made at `time_s`, in seconds since 1970.
 
         `ids` are the worker ids by row, None for an empty row: pass a sequence that is replaced when the fleet changes,
         not changed in place. `cached` is the request's cached tokens at each worker, [row]; `beliefs` the share of each
-        worker's claims that is believed, [row]; `source` the source of the request's footprint.
+        worker's claims that is believed, [row]; `source` the source of the request's footprint; `router` the name of
+        the router that chose.
         """
         self.recorded += 1
         self._ring.append(
@@ -87,6 +90,7 @@ class Decisions:
                 source,
                 prompt_tokens,
                 decision_s,
+                router,
             )
         )
 
@@ -111,6 +115,7 @@ def _plain(record: _Record) -> dict[str, Any]:
         "time": datetime.fromtimestamp(record.time_s, UTC).isoformat(timespec="milliseconds"),
         "pool": record.pool,
         "worker": record.worker,
+        "router": record.router[:MAX_TEXT],
         # JSON has no infinity: null marks a worker that must not get the request
         "scores": {id: scores[row] if math.isfinite(scores[row]) else None for row, id in named if row < len(scores)},
         "reason": record.decision.reason[:MAX_TEXT],

@@ -16,8 +16,9 @@ function show(node, one) {
   text(cells[0], clock(one.time));
   text(cells[1], one.id);
   text(cells[2], one.worker);
+  const by = one.by ? `by ${one.by}: ` : "";
   const cached = one.cached_tokens && !one.reason.includes("cached") ? `, ${one.cached_tokens} of ${one.prompt_tokens} tokens cached` : "";
-  text(cells[3], `${one.reason}${one.fallback ? ` (fallback: ${one.fallback})` : ""}${cached}`);
+  text(cells[3], `${by}${one.reason}${one.fallback ? ` (fallback: ${one.fallback})` : ""}${cached}`);
   const scores = Object.entries(one.scores);
   const more = one.candidates - scores.length;
   if (more > 0) scores.push([`${more} more`, undefined]);
