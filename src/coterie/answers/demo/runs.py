@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ from coterie.costs.step import Batch, StepModel
 from coterie.footprints import footprint
 from coterie.footprints.positions import DISTINCT, ROWS, SECONDS
 from coterie.routing import RouterFit
+from coterie.types import Interval
 from coterie.wire.expert_events import RequestExperts
 
 REFERENCE_SHAPE = "gpt-oss-20b"
@@ -75,9 +77,14 @@ class RouterRun(NamedTuple):
         return self._by_token(ROWS)
 
     @property
-    def step_ms(self) -> float | None:
-        """Milliseconds of the forward pass of a token's step, mean over tokens; None if workers do not measure it."""
-        return 1e3 * self._by_token(SECONDS) or None
+    def step_s(self) -> float:
+        """CPU seconds of the forward pass of a token's step, mean over tokens; 0 if workers do not measure it."""
+        return self._by_token(SECONDS)
+
+    def blocks(self) -> Iterator[NDArray[np.float64]]:
+        """Yield blocks of :data:`BLOCK_STEPS` consecutive steps of a worker, or all its steps if they are fewer."""
+        for log in self.log:
+            yield from np.array_split(log, max(1, len(log) // BLOCK_STEPS))
 
     def _by_token(self, column: int) -> float:
         steps = self.steps
@@ -113,6 +120,24 @@ class LoopResult(NamedTuple):
         low, high = np.percentile(100 * (1 - other[1:] / first[1:]), [2.5, 97.5])
         return float(100 * (1 - other[0] / first[0])), float(low), float(high)
 
+    def cpu_s_an_expert(self, rng: np.random.Generator) -> Interval:
+        """Return the CPU seconds that one more distinct expert of each layer adds to a step of as many rows.
+
+        Least squares over all steps, with a constant for each run: between runs, other work on the machine moves CPU
+        time by up to 20%, more than any router does. The interval is a bootstrap over blocks, as in `like_with_like`.
+        """
+        sums = []  # [block, term, term + 1] normal equations: a constant of each run, rows, distinct experts
+        for number, run in enumerate(self.runs):
+            for block in run.blocks():
+                terms = np.zeros((len(block), len(self.runs) + 2))
+                terms[:, number] = 1.0
+                terms[:, -2:] = block[:, [ROWS, DISTINCT]]
+                sums.append(terms.T @ np.column_stack([terms, block[:, SECONDS]]))
+        both = _drawn(np.array(sums), rng)
+        seconds = (np.linalg.pinv(both[:, :, :-1], hermitian=True) @ both[:, :, -1:])[:, -1, 0]
+        low, high = np.percentile(seconds[1:], [2.5, 97.5])
+        return Interval(float(seconds[0]), float(low), float(high))
+
     def _ratios(self, run: RouterRun, rng: np.random.Generator) -> NDArray[np.float64]:
         """Return ratios of distinct experts per token to the number expected in steps of random requests.
 
@@ -120,13 +145,10 @@ class LoopResult(NamedTuple):
         """
         probabilities = self.probabilities
         sums = []  # [block, 2] sums over tokens: distinct experts counted, and expected of random requests
-        for log in run.log:
-            for block in np.array_split(log, max(1, len(log) // BLOCK_STEPS)):
-                random = [(1 - (1 - probabilities) ** rows).sum(axis=1).mean() for rows in block[:, ROWS]]
-                sums.append((block[:, ROWS] @ block[:, DISTINCT], block[:, ROWS] @ np.array(random)))
-        blocks = np.array(sums)
-        drawn = blocks[rng.integers(0, len(blocks), (DRAWS, len(blocks)))].sum(axis=1)  # [draw, 2]
-        both = np.vstack([blocks.sum(axis=0), drawn])
+        for block in run.blocks():
+            random = [(1 - (1 - probabilities) ** rows).sum(axis=1).mean() for rows in block[:, ROWS]]
+            sums.append((block[:, ROWS] @ block[:, DISTINCT], block[:, ROWS] @ np.array(random)))
+        both = _drawn(np.array(sums), rng)
         return np.asarray(both[:, 0] / both[:, 1], np.float64)
 
     @property
@@ -145,6 +167,12 @@ class LoopResult(NamedTuple):
             any(run.answers[request].text != answer.text for run in self.runs[1:])
             for request, answer in enumerate(self.runs[0].answers)
         )
+
+
+def _drawn(blocks: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.float64]:
+    """Return sums over blocks [1 + draw, ...]: of the blocks themselves, then of bootstrap draws of as many."""
+    drawn = blocks[rng.integers(0, len(blocks), (DRAWS, len(blocks)))].sum(axis=1)
+    return np.concatenate([blocks.sum(axis=0)[None], drawn])
 
 
 def predicted_step_ms(distinct: float, rows: float, context: float, model: StepModel) -> float:

@@ -64,7 +64,7 @@ def demo_command(
 
 def print_result(result: DemoResult, json: bool) -> None:
     if json:
-        print_json({**result._asdict(), "rows": [row._asdict() for row in result.rows]})
+        print_json({**result._asdict(), "rows": [row._asdict() for row in result.rows], "cpu": result.cpu._asdict()})
         return
     set_width()
     out.print(
@@ -80,7 +80,6 @@ def print_result(result: DemoResult, json: bool) -> None:
             "experts of\na layer in a\ntoken's step",
             "fewer than\nthe shortest queue\n(95% interval)",
             f"predicted\nms a step,\n{result.hardware}",
-            "measured\nhere: CPU\nms a step",
         ],
         [
             [
@@ -88,7 +87,6 @@ def print_result(result: DemoResult, json: bool) -> None:
                 f"{row.experts:.1f}",
                 f"{row.saving_pct:.1f}% ({row.interval_pct[0]:.1f} to {row.interval_pct[1]:.1f})" if number else "-",
                 f"{row.h200_ms:.2f}",
-                f"{row.cpu_ms:.1f}",
             ]
             for number, row in enumerate(result.rows)
         ],
