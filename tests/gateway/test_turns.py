@@ -12,6 +12,7 @@ from coterie.control.switchback import SwitchbackSettings
 from coterie.gateway.exchange.meter import Meter
 from coterie.gateway.exchange.pool import DECODE
 from coterie.gateway.fleet.spec import Made, RouterSpec
+from coterie.gateway.page.snapshot import PageQuery, snapshot
 from coterie.net.http1.messages import HttpRequest
 from coterie.net.http1.responder import Responder
 from coterie.routing import Decision, Fleet, Request
@@ -123,16 +124,48 @@ def test_a_worse_router_is_found_and_left() -> None:
     run(test)
 
 
-def test_it_is_off_by_one_setting_and_with_one_worker() -> None:
+def test_where_none_are_taken_the_one_reason_is_named() -> None:
+    async def reason(found: Run) -> str:
+        found.running.parts.turn()
+        told = (await found.client.ask("GET", "/switchback")).json
+        assert (told["switchback"], told["comparison"]) == (None, None)
+        return str(told["reason"])
+
     async def test() -> None:
         async with canned_workers("a", "b") as workers:
             off = SwitchbackSettings(enabled=False)
             async with gateway(config_of(workers, decode=RouterSpec("random"), switchback=off)) as found:
-                found.running.parts.turn()
-                assert (await found.client.ask("GET", "/switchback")).json == {"switchback": None}
+                assert await reason(found) == "switchback.enabled is false"
             async with gateway(config_of(workers[:1], decode=RouterSpec("random"))) as found:
+                assert await reason(found) == "they need two workers, and the pool has 1"
+            async with gateway(config_of(workers)) as found:
+                assert await reason(found) == "the router is the shortest queue itself"
+                await found.client.ask("PUT", "/routers/decode?alone=1", {"router": "random"})
+                assert await reason(found) == "routers are compared by somebody else's requests (set with ?alone=1)"
+                await found.client.ask("PUT", "/routers/decode", {"router": "random"})
                 found.running.parts.turn()
-                assert found.running.parts.switchback is None
+                told = (await found.client.ask("GET", "/switchback")).json
+                assert (told["switchback"]["state"], told["reason"]) == ("measuring", None)
+
+    run(test)
+
+
+def test_decisions_name_the_router_that_chose() -> None:
+    async def test() -> None:
+        async with (
+            canned_workers("a", "b") as workers,
+            gateway(config_of(workers, decode=RouterSpec("round_robin"))) as found,
+        ):
+            parts = found.running.parts
+            keeper = parts.pools[DECODE].keeper
+            await until(lambda: found.open(DECODE) == {"a", "b"})
+            for baseline in (False, True):
+                keeper.baseline = baseline
+                await found.client.complete(stream=True)
+            newest, oldest = parts.decisions.last(2)
+            assert (newest["router"], oldest["router"]) == ("join_shortest_queue", "round_robin")
+            by = [one["by"] for one in snapshot(parts, 0.0, PageQuery())["decisions"]]
+            assert by == ["join_shortest_queue", None], "only another router than the pool's has a label"
 
     run(test)
 

@@ -135,6 +135,17 @@ class RouterChange(NamedTuple):
     """`low` and `high` bound the interval of `percent`; None while there are too few pairs."""
 
 
+class Comparison(NamedTuple):
+    """Routers that served the same requests on this fleet, one after the other, as ``coterie demo`` has them do."""
+
+    at_s: float
+    """Time of the last news, in seconds since 1970."""
+    sentence: str
+    """The verdict; how far the comparison is while it runs."""
+    changes: Mapping[str, RouterChange] = {}
+    """Measure → its change from the shortest queue to the router; empty while the comparison runs."""
+
+
 class Switchback:
     """Turns of one pool. Call `tick` about once a second, and route by the shortest queue while `baseline` is set."""
 

@@ -48,7 +48,7 @@ class Admin:
             "workers": {"DELETE": self._remove} if name else {"GET": self._workers, "POST": self._add},
             "routers": {"PUT": self._set_router} if name else {"GET": self._routers},
             "reload": {"POST": self._reloaded},
-            "switchback": {"GET": lambda _, to, __: _send(to, {"switchback": self.parts.described_switchback()})},
+            "switchback": {"GET": self._switchback},
             "peers": {"GET": lambda _, to, __: to.send(200, self.parts.peers.own(), b"application/msgpack")},
             "live": {"GET": lambda request, to, _: self._live.stream(request, to)},
         }
@@ -98,6 +98,12 @@ class Admin:
             _send(responder, {"advice": None, "reason": _no_advice(loop)})
         else:
             _send(responder, {"advice": advice, "measured": self.parts.plan_measured()})
+
+    def _switchback(self, _: HttpRequest, responder: Responder, __: str) -> None:
+        """Send what the turns have measured, or the reason for taking none and the last comparison in their place."""
+        parts = self.parts
+        turns = {"switchback": parts.described_switchback(), "reason": parts.no_turns()}
+        _send(responder, {**turns, "comparison": parts.described_comparison()})
 
     async def _requests(self, _: HttpRequest, responder: Responder, __: str) -> None:
         """Send the config, the workers, and the requests that the control loop keeps, or the reason for none."""

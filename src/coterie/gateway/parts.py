@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from coterie.control.before_after import BeforeAfter
-from coterie.control.switchback import BASELINE, Switchback
+from coterie.control.switchback import BASELINE, Comparison, Switchback
 from coterie.errors import ConfigError, CoterieError, check_known
 from coterie.gateway.config import GatewayConfig, WorkerEntry, check_role
 from coterie.gateway.control.live import LiveControl, is_wanted
@@ -93,6 +93,8 @@ class GatewayParts:
         self.around_plan = BeforeAfter()
         self.alone = False
         """Whether somebody compares routers now, so that no turns are taken."""
+        self.comparison: Comparison | None = None
+        """The last comparison of routers that this process made itself; None if it made none, or turns began since."""
         self._turned: tuple[object, ...] = ()
         """Router, settings and fit that the turns are for."""
         self._turning: asyncio.Task[None] | None = None
@@ -249,10 +251,7 @@ class GatewayParts:
         if self.control is not None:
             counts = self.control.counts
             self.around_plan.tick(now_s, totals, counts["plan_confirmed"], counts["drift"])
-        # Half of the fleet's requests would be the peers', by their own routers.
-        mixed = self.alone or self.peers.present
-        turns = settings.enabled and not mixed and pool.spec.router.partition(":")[0] != BASELINE
-        if not turns or len(pool.members) < 2:
+        if self.no_turns() is not None:
             self.switchback, pool.keeper.baseline, self._turned = None, False, ()
             return
         wanted = (msgspec.structs.replace(pool.spec, fit=None), settings, pool.spec.fit)
@@ -261,10 +260,26 @@ class GatewayParts:
         elif self._turned != wanted:
             self.switchback.restart(now_s)
         self._turned = wanted
+        self.comparison = None
         said = self.switchback.tick(now_s, totals)
         pool.keeper.baseline = self.switchback.baseline
         if said is not None:
             self.log.control("switchback", f"{pool.spec.router}: {said}", {})
+
+    def no_turns(self) -> str | None:
+        """Return why the decode pool takes no turns, in words; None if it takes them."""
+        pool = self.pools[DECODE]
+        if not self.config.switchback.enabled:
+            return "switchback.enabled is false"
+        if self.alone:
+            return "routers are compared by somebody else's requests (set with ?alone=1)"
+        if self.peers.present:  # half of the fleet's requests would be the peers', by their own routers
+            return "a peer routes to the same workers"
+        if pool.spec.router.partition(":")[0] == BASELINE:
+            return "the router is the shortest queue itself"
+        if len(pool.members) < 2:
+            return f"they need two workers, and the pool has {len(pool.members)}"
+        return None
 
     def described_switchback(self) -> dict[str, Any] | None:
         """Return what the turns have measured, as plain values; None if none are taken."""
@@ -280,6 +295,13 @@ class GatewayParts:
             "before": turns.before,
             "changes": {name: change._asdict() for name, change in turns.changes.items()},
         }
+
+    def described_comparison(self) -> dict[str, Any] | None:
+        """Return the last comparison as plain values; None if there is none."""
+        made = self.comparison
+        if made is None:
+            return None
+        return {**made._asdict(), "changes": {name: change._asdict() for name, change in made.changes.items()}}
 
     def plan_measured(self) -> dict[str, Any] | None:
         """Return what changed with the last placement plan, as plain values; None if nothing can be said."""

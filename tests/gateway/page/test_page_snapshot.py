@@ -11,9 +11,12 @@ import pytest
 
 from canned_workers import canned_workers, says
 from coterie.control import KINDS
-from coterie.gateway.config import GatewayConfig, WorkerEntry
+from coterie.control.switchback import Comparison, RouterChange
+from coterie.gateway.config import AdviseSection, ControlSection, GatewayConfig, WorkerEntry
 from coterie.gateway.control.driver import MOST_CELLS, as_map
 from coterie.gateway.control.messages import ControlView, HeatMap
+from coterie.gateway.embedded import tiny_fit_path
+from coterie.gateway.fleet.spec import RouterSpec
 from coterie.gateway.page.snapshot import CHANGES, MOST_CANDIDATES, MOST_DECISIONS, PageQuery, heat, snapshot, verdict
 from coterie.gateway.parts import GatewayParts
 from coterie.routing import Decision
@@ -22,7 +25,7 @@ from shown_control import ShownControl, full_view
 
 NOW = 1_700_000_000.0
 MINUTE = {"seconds": 60.0, "ended": 0, "failed": 0, "refused": 0, "ttft_ms": {"p50": None}, "tpot_ms": {"p50": None}}
-QUIET: dict[str, Any] = {"events": [], "advice": None}
+QUIET: dict[str, Any] = {"events": [], "advice": None, "can_apply": False, "to_apply": None}
 MOST_BYTES = 700_000
 """Most bytes of a snapshot of the largest fleet, with every text at its longest."""
 
@@ -160,6 +163,64 @@ def test_a_view_of_another_form_is_told_as_far_as_it_goes(broken: dict[str, Any]
     run(test)
 
 
+def test_a_plan_is_to_be_applied_only_where_engines_can_take_it() -> None:
+    async def told(*workers: WorkerEntry, **control: Any) -> tuple[bool, str | None]:
+        parts = GatewayParts(GatewayConfig(control=ControlSection(**control)))
+        for worker in workers:
+            parts.add_worker(worker)
+        parts.control = ShownControl(full_view())
+        loop = shown(parts)["loop"]
+        await parts.close()
+        return loop["can_apply"], loop["to_apply"]
+
+    async def test() -> None:
+        alone = WorkerEntry(id="a", url="http://127.0.0.1:9")
+        ranked = msgspec.structs.replace(alone, expert_events="tcp://127.0.0.1:9", placement_rank=0)
+        assert await told(alone) == (False, None)
+        both = "set control.apply to true, and control.map to the file that vLLM's policy loads"
+        assert await told(ranked) == (True, both)
+        assert await told(alone, map="map.json") == (True, "set control.apply to true")
+        advise = AdviseSection(ranks=4)
+        assert await told(alone, map="map.json", apply=True, advise=advise) == (True, None), "the loop does"
+
+    run(test)
+
+
+def test_a_comparison_is_told_while_no_turns_are_taken() -> None:
+    async def test() -> None:
+        async with canned_workers("a", "b") as workers, gateway(config_of(workers)) as found:
+            parts = found.running.parts
+            assert shown(parts)["no_turns"] == "the router is the shortest queue itself"
+            parts.comparison = Comparison(NOW, "Routers are being compared. Recording: 3 of 49 requests.")
+            assert " s. Routers are being compared. Recording: 3 of 49 requests. " in shown(parts)["verdict"]
+            change = RouterChange(13.1, 14.7, -10.6, -14.4, -5.2)
+            parts.comparison = Comparison(NOW, "Fewer experts: 10.6%.", {"token_experts": change})
+            told = shown(parts)
+            assert told["comparison"]["changes"] == {"token_experts": change._asdict()}
+            assert " s. Fewer experts: 10.6%. " in told["verdict"]
+            await found.client.ask("PUT", "/routers/decode", {"router": "random"})
+            parts.turn()
+            assert shown(parts)["comparison"] is None, "turns tell of the router that is there now"
+
+    run(test)
+
+
+def test_experts_of_a_worker_are_those_of_a_layer() -> None:
+    """The unit of the table of workers is that of what the router gains."""
+
+    async def test() -> None:
+        spec = RouterSpec("latency_aware", fit=str(tiny_fit_path()))
+        parts = GatewayParts(GatewayConfig(workers=[WorkerEntry(id="a", url="http://127.0.0.1:9")], decode=spec))
+        parts.add_worker(WorkerEntry(id="a", url="http://127.0.0.1:9"))
+        keeper = parts.pools["decode"].keeper
+        keeper.fleet.distinct[0] = 8 * 13.5
+        assert shown(parts)["workers"][0]["experts"] == 13.5, "coterie-tiny has 8 layers"
+        assert b'coterie_gateway_distinct_experts{worker="a"} 13.5' in parts.metrics.render()
+        await parts.close()
+
+    run(test)
+
+
 def row(id: str, open: bool = True, running: int = 0) -> dict[str, Any]:
     return {"id": id, "open": open, "running": running}
 
@@ -183,8 +244,10 @@ def test_the_verdict_says_how_the_fleet_is(workers: list[dict[str, Any]], begin:
 
 
 def test_the_verdict_says_what_happened_and_what_is_to_be_done() -> None:
-    def told(*kinds: str, state: str = "advised") -> dict[str, Any]:
-        return {"events": [{"kind": kind, "reason": "0.23% in 8 pieces"} for kind in kinds], "advice": {"state": state}}
+    def told(*kinds: str, state: str = "advised", can_apply: bool = True) -> dict[str, Any]:
+        events = [{"kind": kind, "reason": "0.23% in 8 pieces"} for kind in kinds]
+        to_apply = "set control.apply to true" if can_apply else None
+        return {"events": events, "advice": {"state": state}, "can_apply": can_apply, "to_apply": to_apply}
 
     minute = {**MINUTE, "ended": 9, "failed": 2, "refused": 3, "ttft_ms": {"p50": 1234.0}, "tpot_ms": {"p50": 4.567}}
     turns = {"router": "latency_aware", "pairs": 12, "verdict": "TPOT is 6.3% lower than by the shortest queue"}
@@ -196,7 +259,13 @@ def test_the_verdict_says_what_happened_and_what_is_to_be_done() -> None:
     assert said.endswith("The router was fitted anew to the present traffic. Nothing is to be done.")
     assert "pieces" not in said
     assert len(said) < 500
-    assert verdict([row("a")], MINUTE, told("plan_made"), None).endswith("set control.apply.")
+    made = verdict([row("a")], MINUTE, told("plan_made"), None)
+    assert made.endswith("To do: set control.apply to true: the plan is under Placement.")
+    nowhere = verdict([row("a")], MINUTE, told("plan_made", can_apply=False), None)
+    assert nowhere.endswith("none ended in the last 60 s. Nothing is to be done.")
+    by_loop = {**told("plan_made"), "to_apply": None}
+    said = verdict([row("a")], MINUTE, by_loop, None)
+    assert said.endswith("Moving experts would save time. Nothing is to be done."), "the loop writes the plan"
     assert verdict([row("a")], MINUTE, told("plan_made", state="pending"), None).endswith("Nothing is to be done.")
     assert "To do: look after a; read why" in verdict([row("a", open=False)], MINUTE, told("refit_failed"), None)
     for kind in CHANGES:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from coterie.answers.demo.run import DemoResult, run_demo
+from coterie.answers.demo.run import DemoResult, DemoRow, run_demo
 from coterie.answers.load.client import Asking, LoadClient
 from coterie.answers.load.measure import DECODE, use_router
 from coterie.answers.load.workload import LoadRequest, Message
 from coterie.answers.suites import Report
+from coterie.control.switchback import Comparison, RouterChange
 from coterie.gateway.embedded import OURS, EmbeddedFleet
+from coterie.gateway.serve import RunningGateway
 from coterie.net.http_client import Client, served_model
 from coterie.prompts import load_prompts
 
@@ -25,19 +29,34 @@ REFUSED_S = 0.5
 """Seconds to wait after a request that failed although the gateway is reachable."""
 
 
-def run_on(fleet: EmbeddedFleet, url: str, folder: Path, report: Report) -> DemoResult:
+def run_on(fleet: EmbeddedFleet, gateway: RunningGateway, folder: Path, report: Report) -> DemoResult:
     """Compare routers on the gateway's own workers, then switch the gateway to the fitted router.
 
-    From then on that router takes turns with the shortest queue, and the dashboard shows what it gains.
+    The dashboard shows how far the comparison is, and then its verdict. `gateway` may run in another thread.
     """
-    result = run_demo(out=folder, report=report, served=(fleet, url))
+
+    def show(doing: str, done: int, total: int) -> None:
+        report(doing, done, total)
+        far = f": {done} of {total} requests" if done else ""
+        gateway.parts.comparison = Comparison(time.time(), f"Routers are being compared. {doing}{far}.")
+
+    show("Connecting to the workers", 0, 1)
+    result = run_demo(out=folder, report=show, served=(fleet, gateway.url))
 
     async def use_fit() -> None:
-        async with Client(url) as client:
+        async with Client(gateway.url) as client:
             await use_router(client, DECODE, OURS, {"fit": str(Path(result.fit).resolve()), "model": None})
 
     asyncio.run(use_fit())
+    gateway.parts.comparison = Comparison(time.time(), result.verdict, {"token_experts": change_of(result.rows)})
     return result
+
+
+def change_of(rows: Sequence[DemoRow]) -> RouterChange:
+    """Return the change of the experts of a token's step from the first router to the last one."""
+    first, last = rows[0], rows[-1]
+    low, high = last.interval_pct
+    return RouterChange(last.experts, first.experts, -last.saving_pct, -high, -low)
 
 
 async def keep_busy(url: str, requests: int | None = None, in_flight: int = IN_FLIGHT) -> int:

@@ -476,5 +476,6 @@ def _trade(trade: dict[str, Any]) -> list[str]:
     return [
         f"an engine that stops for moves loses all of their time, {shown_s(trade['link_s'])}, and needs "
         f"{counted(math.ceil(stops), 'step')} to win it back;",
-        f"one that stages them behind its steps loses {trade['staged_exposed']:.1%} of it, and needs {math.ceil(staged):,}",
+        f"one that stages them behind its steps loses {trade['staged_exposed']:.1%} of it, and needs "
+        f"{math.ceil(staged):,}",
     ]

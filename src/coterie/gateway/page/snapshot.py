@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from coterie.gateway.config import ControlSection
 from coterie.gateway.parts import GatewayParts
 
 MOST_WORKERS = 128
@@ -42,15 +43,17 @@ class PageQuery(msgspec.Struct, frozen=True):
 def snapshot(parts: GatewayParts, now_s: float, asked: PageQuery) -> dict[str, Any]:
     """Return the values of all panels but the heat map; `now_s` is the time in seconds since 1970."""
     last = parts.decisions.last(MOST_DECISIONS, pool=asked.pool, worker=asked.worker)
-    decisions = [_decision(decision) for decision in last]
-    workers, loop, switchback = _workers(parts), _loop(parts), parts.described_switchback()
+    routers = {name: pool.spec.router for name, pool in parts.pools.items()}
+    decisions = [_decision(decision, routers.get(decision["pool"])) for decision in last]
+    workers, loop = _workers(parts), _loop(parts)
+    switchback, comparison = parts.described_switchback(), parts.described_comparison()
     minute = parts.watcher.recent.over(now_s, MINUTE_S)
     return {
         "at_s": now_s,
-        "verdict": verdict(workers, minute, loop, switchback),
+        "verdict": verdict(workers, minute, loop, switchback, comparison),
         "workers": workers[:MOST_WORKERS],
         "workers_left_out": max(0, len(workers) - MOST_WORKERS),
-        "pools": [{"name": name, "router": cut(pool.spec.router, 100)} for name, pool in parts.pools.items()],
+        "pools": [{"name": name, "router": cut(router, 100)} for name, router in routers.items()],
         "in_flight": parts.line.in_use,
         "waiting": parts.line.waiting,
         "decided": parts.decisions.recorded,
@@ -58,6 +61,8 @@ def snapshot(parts: GatewayParts, now_s: float, asked: PageQuery) -> dict[str, A
         "minute": minute,
         "series": parts.watcher.recent.series(now_s),
         "switchback": switchback,
+        "no_turns": parts.no_turns(),
+        "comparison": comparison,
         "loop": loop,
     }
 
@@ -98,7 +103,7 @@ def _workers(parts: GatewayParts) -> list[dict[str, Any]]:
             "healthy": member.health.healthy,
             "checked": member.health.checks > 0,
             "breaker": str(member.breaker.state(pool.clock())),
-            "experts": _rounded(float(pool.keeper.fleet.distinct[pool.row_of(member)])),
+            "experts": _rounded(pool.keeper.distinct(pool.row_of(member))),
             "kv_events": parts.knowledge.streams[pool.name].connected(id),
             "map_version": getattr(parts.knowledge.maps.get(id), "version", None),
         }
@@ -107,8 +112,11 @@ def _workers(parts: GatewayParts) -> list[dict[str, Any]]:
     ]
 
 
-def _decision(one: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a decision with its best candidates, which include the chosen worker."""
+def _decision(one: Mapping[str, Any], router: str | None) -> dict[str, Any]:
+    """Return a decision with its best candidates, which include the chosen worker.
+
+    `by` names the router that chose if it is another than `router`, which the pool has now.
+    """
     scores, chosen = one["scores"], one["worker"]
     order = sorted(scores, key=lambda name: (name != chosen, math.inf if scores[name] is None else scores[name]))
     kept = set(order[:MOST_CANDIDATES])
@@ -119,6 +127,7 @@ def _decision(one: Mapping[str, Any]) -> dict[str, Any]:
         "worker": cut(chosen, 128),
         "reason": cut(one["reason"], MOST_TEXT),
         "fallback": one["fallback"],
+        "by": None if one["fallback"] or one["router"] in ("", router) else cut(one["router"], 100),
         "prompt_tokens": one["prompt_tokens"],
         "cached_tokens": one["cached_tokens"],
         "scores": {cut(name, 128): _rounded(score) for name, score in scores.items() if name in kept},
@@ -131,7 +140,9 @@ def _loop(parts: GatewayParts) -> dict[str, Any]:
     view = None if parts.control is None else parts.control.view
     if view is None:
         reason = NO_LOOP if parts.control is None else NO_NEWS
-        return {"running": parts.control is not None, "reason": reason, "status": {}, "events": [], "advice": None}
+        loop = {"running": parts.control is not None, "reason": reason, "status": {}, "events": [], "advice": None}
+        return {**loop, "can_apply": False, "to_apply": None}
+    can_apply = _can_apply(parts)
     return {
         "running": True,
         "reason": None,
@@ -139,7 +150,23 @@ def _loop(parts: GatewayParts) -> dict[str, Any]:
         "events": [_event(one) for one in view.events[-MOST_EVENTS:]],
         "advice": None if view.advice is None else _advice(view.advice),
         "measured": (parts.plan_measured() or {}).get("sentence"),
+        "can_apply": can_apply,
+        "to_apply": _to_apply(parts.config.control) if can_apply else None,
     }
+
+
+def _can_apply(parts: GatewayParts) -> bool:
+    """Whether engines here can take a plan: one is told of the map's file, states its rank, or reports its map."""
+    ranked = any(worker.placement_rank is not None for worker in parts.entries())
+    return parts.config.control.map is not None or ranked or bool(parts.knowledge.maps)
+
+
+def _to_apply(section: ControlSection) -> str | None:
+    """Say what an operator does to have plans applied; None if the loop applies them."""
+    if section.apply:
+        return None
+    file = "" if section.map is not None else ", and control.map to the file that vLLM's policy loads"
+    return f"set control.apply to true{file}"
 
 
 def _event(one: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,22 +253,26 @@ CHANGES = {
 }
 """Kind of an event of the loop → what it did, in words for a reader who knows nothing of it."""
 TO_DO = {
-    **dict.fromkeys(("refit_failed", "swap_failed", "plan_not_taken"), "read why under What the control loop decided"),
-    "plan_made": "apply the plan under Placement, or set control.apply",
+    **dict.fromkeys(("refit_failed", "swap_failed", "plan_not_taken"), "read why under What the control loop decided")
 }
 
 
-def verdict(workers: Sequence[Told], minute: Told, loop: Told, switchback: Told | None) -> str:
+def verdict(
+    workers: Sequence[Told], minute: Told, loop: Told, switchback: Told | None, comparison: Told | None = None
+) -> str:
     """Summarise a snapshot in a few sentences: the workers, the last minute, the router, the loop, what to do."""
     kinds = [one["kind"] for one in loop["events"] if one["kind"] in CHANGES]
-    if (loop["advice"] or {}).get("state") == "pending":
-        kinds = [kind for kind in kinds if kind != "plan_made"]  # it is being applied
+    if not loop["can_apply"] or (loop["advice"] or {}).get("state") == "pending":
+        kinds = [kind for kind in kinds if kind != "plan_made"]  # there is nothing to apply it to, or it is under way
     away = [str(worker["id"]) for worker in workers if not worker["open"]]
     to_do = [f"look after {_cut(', '.join(away), 60)}"] if away else [] if workers else ["add a worker"]
-    to_do += [TO_DO[kind] for kind in kinds[-1:] if kind in TO_DO]
+    todos = {**TO_DO, "plan_made": loop["to_apply"] and f"{loop['to_apply']}: the plan is under Placement"}
+    to_do += [todos[kind] for kind in kinds[-1:] if todos.get(kind)]
     said = [f"{_fleet(workers)}{_minute(minute)}"]
     if switchback is not None and switchback["pairs"]:
         said.append(f"With {_cut(switchback['router'], 60)}: {switchback['verdict']}")
+    if comparison is not None:
+        said.append(comparison["sentence"].rstrip("."))
     said += [CHANGES[kind] for kind in kinds[-1:]]
     said.append(f"To do: {'; '.join(to_do)}" if to_do else "Nothing is to be done")
     return f"{'. '.join(said)}."

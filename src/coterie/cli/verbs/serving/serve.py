@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from coterie.gateway.serve import Ready, RunningGateway
 
 
-FIRST_REQUESTS = 60
-"""Requests sent before the demo's comparison, so that the dashboard has data; none are sent during the comparison."""
-
-
 def serve_command(
     config: Annotated[
         Path | None, typer.Option("--config", help="YAML file of the fleet: workers, routers, keys, limits.")
@@ -117,7 +113,7 @@ def _serve_file(path: Path, check: bool, json: bool) -> None:
 
 def _serve_embedded(port: int | None, router: str | None, demo: bool, folder: Path, json: bool) -> None:
     from coterie.control.switchback import SwitchbackSettings
-    from coterie.gateway.embedded import decode_router, run_embedded
+    from coterie.gateway.embedded import NO_TURNS, decode_router, run_embedded
     from coterie.gateway.serve import check_config, run_gateway
     from coterie.gateway.watching.logs import Log
 
@@ -125,7 +121,8 @@ def _serve_embedded(port: int | None, router: str | None, demo: bool, folder: Pa
     typer.echo("Starting one prefill and three decode workers of coterie-tiny", err=True)
     with run_embedded() as fleet:
         listen = f"127.0.0.1:{8000 if port is None else port}"
-        config = fleet.config(listen, decode=spec, switchback=SwitchbackSettings())
+        # The demo compares routers by itself; turns of its few requests would give the page a second number, of noise.
+        config = fleet.config(listen, decode=spec, switchback=NO_TURNS if demo else SwitchbackSettings())
         check_config(config)
         if not demo:
             run_gateway(config, None, _ready(config, json), access=fleet.access)
@@ -190,10 +187,8 @@ def _demonstrating(fleet: EmbeddedFleet, folder: Path, json: bool) -> Iterator[R
         url = running.url
         if not json:
             print_lines(f"Dashboard: {url}/")
-        if stays:
-            asyncio.run(keep_busy(url, FIRST_REQUESTS))
         with reporting("Recording", lines=True) as report:
-            result = run_on(fleet, url, folder, report)
+            result = run_on(fleet, running, folder, report)
         print_result(result, json)
         check(result.same_tokens, "routers gave different tokens", UnavailableError)
 

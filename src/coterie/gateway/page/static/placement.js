@@ -13,10 +13,11 @@ export function facts(node, pairs) {
 const percent = (value) => (value === null || value === undefined ? "not known yet" : `${value.toFixed(1)}%`);
 const seconds = (value) => (value === null || value === undefined ? "–" : value < 1 ? `${number(1000 * value)} ms` : `${number(value)} s`);
 
-function state(advice) {
+function state(advice, loop) {
   if (advice.state === "pending") return "pending: written, workers have not reported it yet";
   if (advice.state === "not_taken") return "not taken";
-  if (advice.state !== "applied") return "advice only";
+  if (advice.state !== "applied" && !loop.can_apply) return "advice for a group of ranks; no worker here is one of them (placement_rank), so there is nothing to apply";
+  if (advice.state !== "applied") return loop.to_apply ? `advice only: to apply it, ${loop.to_apply}` : "to be written once it gains on the next window";
   return advice.map_version ? `in force since map ${advice.map_version}` : "written; no worker reports its map";
 }
 
@@ -62,7 +63,7 @@ export function placementPanel() {
       ["planning took", seconds(advice.planning_s)],
       ["spare slots take", advice.spare_kv_tokens ? `the KV cache of ${number(advice.spare_kv_tokens)} tokens a rank` : "nothing: there are none"],
       ["made of", advice.source === "actions" ? "single actions" : "a plan"],
-      ["state", advice.planned === false ? "keep as it is" : state(advice)],
+      ["state", advice.planned === false ? "keep as it is" : state(advice, loop)],
       ["measured", loop.measured ?? "no plan came into force, or too few minutes since"],
       ["map in force", advice.in_force ? `version ${advice.in_force}` : "no worker reports it"],
     ]);

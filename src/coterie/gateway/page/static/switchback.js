@@ -1,8 +1,8 @@
-// What the decode router gains on this fleet, measured in turns with the shortest queue.
+// What the decode router gains on this fleet, in turns with the shortest queue or as routers were compared last.
 
-import { fill, make, milliseconds, number, shown, text } from "./dom.js";
+import { clock, fill, make, milliseconds, number, shown, text } from "./dom.js";
 
-const MEASURES = [["tpot", "TPOT"], ["ttft", "TTFT"], ["experts", "experts a step"], ["tokens", "tokens a second"]];
+const MEASURES = [["tpot", "TPOT"], ["ttft", "TTFT"], ["experts", "experts of a layer in a step"], ["tokens", "tokens a second"], ["token_experts", "experts of a layer in a token's step"]];
 const STATES = { measuring: "half and half", watching: "mostly the router", left: "the shortest queue: the router was worse" };
 const signed = (value) => `${value > 0 ? "+" : value < 0 ? "−" : ""}${Math.abs(value).toFixed(1)}`;
 
@@ -24,12 +24,18 @@ export function switchbackPanel() {
   const head = make("thead", {}, make("tr", {}, ...["", "router", "shortest queue", "change", "interval"].map((label) => make("th", { scope: "col" }, label))));
   const table = make("table", { class: "table cards" }, head, body);
   root.append(said, table);
-  return ({ switchback }) => {
-    shown(table, Boolean(switchback && Object.keys(switchback.changes).length));
-    text(note, switchback ? `${switchback.pairs} of ${switchback.of} pairs of blocks · now ${STATES[switchback.state]}` : "");
-    text(said, switchback ? `${switchback.router}: ${switchback.verdict}.` : "No turns are taken: they need two workers, another router than the shortest queue, switchback.enabled, and no router set with ?alone=1.");
-    if (!switchback) return;
-    const rows = MEASURES.filter(([key]) => switchback.changes[key]).map(([key, name]) => ({ key, name, change: switchback.changes[key] }));
+  function tell({ switchback, comparison, no_turns }) {
+    if (switchback) return [`${switchback.pairs} of ${switchback.of} pairs of blocks · now ${STATES[switchback.state]}`, `${switchback.router}: ${switchback.verdict}.`];
+    if (comparison) return [`the same requests under each router · ${clock(1000 * comparison.at_s)}`, comparison.sentence];
+    return ["", no_turns ? `No turns with the shortest queue are taken: ${no_turns}.` : "Turns with the shortest queue begin."];
+  }
+  return (snapshot) => {
+    const changes = (snapshot.switchback ?? snapshot.comparison)?.changes ?? {};
+    const rows = MEASURES.filter(([key]) => changes[key]).map(([key, name]) => ({ key, name, change: changes[key] }));
+    const [about, sentence] = tell(snapshot);
+    shown(table, rows.length > 0);
+    text(note, about);
+    text(said, sentence);
     fill(body, rows, cells, show);
   };
 }
