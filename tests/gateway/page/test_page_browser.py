@@ -16,6 +16,7 @@ import pytest
 
 from browser import PATIENCE_S, Chromium, Page, chromium, tab
 from coterie.answers.demo.serving import keep_busy
+from coterie.control.switchback import Comparison, RouterChange
 from coterie.gateway.access import new_key
 from coterie.gateway.config import ControlSection, GatewayConfig
 from coterie.gateway.embedded import EmbeddedFleet, run_embedded
@@ -136,6 +137,51 @@ def test_a_live_fleet_is_shown(browser: Chromium, front: Front) -> None:
             assert await page.find("document.querySelectorAll('#placement rect').length") == 16
             assert "replicate" in await page.text("#placement")
             assert "refit taken" in await page.text("#events")
+
+    front.use(test())
+
+
+def test_a_comparison_reaches_its_verdict_while_one_watches(browser: Chromium, front: Front) -> None:
+    async def test() -> None:
+        async with opened(browser, front) as (found, page):
+            parts, panel = found.running.parts, "document.getElementById('switchback').innerText"
+            assert "are taken: switchback.enabled is false." in await page.text("#switchback")
+            parts.comparison = Comparison(
+                0.0, "Routers are being compared. Serving under round_robin: 34 of 74 requests."
+            )
+            await page.until(f"{panel}.includes('round_robin: 34 of 74')")
+            assert "round_robin: 34 of 74" in await page.text("#verdict")
+            change = RouterChange(13.14, 14.7, -10.6, -14.4, -5.2)
+            parts.comparison = Comparison(0.0, "Fewer experts: 10.6%.", {"token_experts": change})
+            await page.until(f"{panel}.includes('Fewer experts: 10.6%.')")
+            cells = await page.find(
+                "[...document.querySelectorAll('#switchback tbody tr > *')].map(one => one.innerText)"
+            )
+            name = "experts of a layer in a token's step"
+            assert cells == [name, "13.1", "14.7", "\u221210.6%", "\u221214.4 to \u22125.2%"]
+            parts.comparison = None
+
+    front.use(test())
+
+
+def test_a_decision_of_another_router_and_a_plan_for_another_fleet_are_named(browser: Chromium, front: Front) -> None:
+    async def test() -> None:
+        async with opened(browser, front) as (found, page):
+            parts = found.running.parts
+            assert "by join_shortest_queue" not in await page.text("#decisions")
+            parts.decisions._ring.append(parts.decisions._ring[-1]._replace(router="join_shortest_queue"))
+            await page.until(
+                "document.querySelector('#decisions tbody tr').innerText.includes('by join_shortest_queue: ')"
+            )
+            parts.control = ShownControl(full_view())
+            await page.until("document.getElementById('placement').innerText.includes('there is nothing to apply')")
+            parts.config = msgspec.structs.replace(parts.config, control=ControlSection(map="map.json"))
+            await page.until("document.getElementById('placement').innerText.includes('set control.apply to true')")
+            numbers = await page.find(
+                "import('/page/dom.js').then(dom => [1820, 1820000, 1234567.8, 13.14, 0.5].map(one => dom.number(one)))"
+            )
+            assert numbers == ["1,820", "1,820,000", "1,234,568", "13.1", "0.5"]
+            parts.config = msgspec.structs.replace(parts.config, control=ControlSection(enabled=False))
 
     front.use(test())
 
