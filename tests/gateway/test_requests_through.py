@@ -10,6 +10,7 @@ import pytest
 
 from canned_workers import canned_workers, cuts, events, head_only, held, opens, resets, says
 from coterie.gateway.config import LimitSettings
+from coterie.gateway.exchange.relay import Relayed, Usage
 from coterie.gateway.fleet.health import HealthSettings
 from coterie.gateway.gateway import Gateway
 from coterie.net.http1.upstream import UpstreamError
@@ -309,3 +310,10 @@ def test_an_unexpected_exception_is_counted_and_logged_without_its_message(monke
             assert "secret" not in logged
 
     run(test)
+
+
+def test_an_answer_of_one_token_has_no_time_per_token_after_it() -> None:
+    """Its token, its end and its usage are three events within microseconds."""
+    assert Relayed(1.0, 1.00001, 4, Usage(completion_tokens=1)).tpot_s is None
+    assert Relayed(1.0, 4.0, 4, Usage(completion_tokens=4)).tpot_s == 1.0
+    assert Relayed(1.0, 4.0, 4).tpot_s == 1.0, "a worker that counts none"

@@ -61,8 +61,12 @@ class Relayed(msgspec.Struct, frozen=True):
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean seconds per event after the first; None below three events. Workers send about one event per token."""
-        return (self.last_s - self.first_s) / (self.events - 1) if self.events > 2 else None
+        """Mean seconds per event after the first; None below three events, or two tokens where the worker counts them.
+
+        Workers send about one event per token; the events that end an answer of one token come at once.
+        """
+        short = self.events <= 2 or (self.usage is not None and self.usage.completion_tokens == 1)
+        return None if short else (self.last_s - self.first_s) / (self.events - 1)
 
 
 async def pass_whole(
