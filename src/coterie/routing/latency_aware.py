@@ -39,7 +39,7 @@ from coterie.routing.picking import chosen, lowest_scored
 NOTHING, UNKNOWN = np.empty(0, np.int64), np.empty(0, np.float32)
 
 COST = "{:.0f} µs a token, the least of {}"
-COST_OF_EXPERTS = COST + ": {:.1f} experts more a step beside the {} running"
+COST_OF_EXPERTS = COST + ": {:.1f} experts more, over all layers, beside the {} running"
 
 
 @routers.register("latency_aware")
