@@ -194,10 +194,11 @@ def test_a_comparison_is_told_while_no_turns_are_taken() -> None:
             parts.comparison = Comparison(NOW, "Routers are being compared. Recording: 3 of 49 requests.")
             assert " s. Routers are being compared. Recording: 3 of 49 requests. " in shown(parts)["verdict"]
             change = RouterChange(13.1, 14.7, -10.6, -14.4, -5.2)
-            parts.comparison = Comparison(NOW, "Fewer experts: 10.6%.", {"token_experts": change})
+            parts.comparison = Comparison(NOW, "Fewer experts: 10.6%; on this CPU 3%.", {"token_experts": change})
             told = shown(parts)
             assert told["comparison"]["changes"] == {"token_experts": change._asdict()}
-            assert " s. Fewer experts: 10.6%. " in told["verdict"]
+            assert " s. Fewer experts: 10.6%. " in told["verdict"], "the panel has the rest"
+            assert told["comparison"]["sentence"].endswith("on this CPU 3%.")
             await found.client.ask("PUT", "/routers/decode", {"router": "random"})
             parts.turn()
             assert shown(parts)["comparison"] is None, "turns tell of the router that is there now"
@@ -261,8 +262,9 @@ def test_the_verdict_says_what_happened_and_what_is_to_be_done() -> None:
     assert len(said) < 500
     made = verdict([row("a")], MINUTE, told("plan_made"), None)
     assert made.endswith("To do: set control.apply to true: the plan is under Placement.")
-    nowhere = verdict([row("a")], MINUTE, told("plan_made", can_apply=False), None)
-    assert nowhere.endswith("none ended in the last 60 s. Nothing is to be done.")
+    for kind in ("plan_made", "plan_kept"):
+        nowhere = verdict([row("a")], MINUTE, told(kind, can_apply=False), None)
+        assert nowhere.endswith("none ended in the last 60 s. Nothing is to be done.")
     by_loop = {**told("plan_made"), "to_apply": None}
     said = verdict([row("a")], MINUTE, by_loop, None)
     assert said.endswith("Moving experts would save time. Nothing is to be done."), "the loop writes the plan"

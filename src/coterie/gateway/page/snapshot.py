@@ -262,8 +262,10 @@ def verdict(
 ) -> str:
     """Summarise a snapshot in a few sentences: the workers, the last minute, the router, the loop, what to do."""
     kinds = [one["kind"] for one in loop["events"] if one["kind"] in CHANGES]
-    if not loop["can_apply"] or (loop["advice"] or {}).get("state") == "pending":
-        kinds = [kind for kind in kinds if kind != "plan_made"]  # there is nothing to apply it to, or it is under way
+    if not loop["can_apply"]:
+        kinds = [kind for kind in kinds if not kind.startswith("plan_")]  # no engine here can take a plan
+    if (loop["advice"] or {}).get("state") == "pending":
+        kinds = [kind for kind in kinds if kind != "plan_made"]  # it is being applied
     away = [str(worker["id"]) for worker in workers if not worker["open"]]
     to_do = [f"look after {_cut(', '.join(away), 60)}"] if away else [] if workers else ["add a worker"]
     todos = {**TO_DO, "plan_made": loop["to_apply"] and f"{loop['to_apply']}: the plan is under Placement"}
@@ -272,7 +274,7 @@ def verdict(
     if switchback is not None and switchback["pairs"]:
         said.append(f"With {_cut(switchback['router'], 60)}: {switchback['verdict']}")
     if comparison is not None:
-        said.append(comparison["sentence"].rstrip("."))
+        said.append(comparison["sentence"].partition(";")[0].rstrip("."))  # the panel has all of it
     said += [CHANGES[kind] for kind in kinds[-1:]]
     said.append(f"To do: {'; '.join(to_do)}" if to_do else "Nothing is to be done")
     return f"{'. '.join(said)}."

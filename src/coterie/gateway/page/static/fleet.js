@@ -1,6 +1,6 @@
 // Workers by pool: their running requests and their health.
 
-import { attribute, make, number, text } from "./dom.js";
+import { attribute, make, text } from "./dom.js";
 
 function cell(label, name = "") {
   return make("td", { "data-label": label, class: name });
@@ -34,7 +34,7 @@ function show(node, worker) {
   parts.bar.style.width = `${Math.min(100, (100 * (worker.running + worker.others)) / worker.places)}%`;
   text(parts.said, `${worker.running}${worker.others ? ` + ${worker.others}` : ""} / ${worker.places}`);
   attribute(parts.requests, "title", reported(worker.reported));
-  text(parts.experts, worker.experts ? number(worker.experts) : "–");
+  text(parts.experts, worker.experts ? worker.experts.toFixed(1) : "–");
   text(parts.health, worker.healthy ? "healthy" : worker.checked ? "unhealthy" : "not asked yet");
   attribute(parts.health, "data-is", worker.healthy ? "good" : worker.checked ? "bad" : "wait");
   text(parts.breaker, worker.breaker.replace("_", "-"));

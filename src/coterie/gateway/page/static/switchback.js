@@ -4,6 +4,8 @@ import { clock, fill, make, milliseconds, number, shown, text } from "./dom.js";
 
 const MEASURES = [["tpot", "TPOT"], ["ttft", "TTFT"], ["experts", "experts of a layer in a step"], ["tokens", "tokens a second"], ["token_experts", "experts of a layer in a token's step"]];
 const STATES = { measuring: "half and half", watching: "mostly the router", left: "the shortest queue: the router was worse" };
+const TIMES = new Set(["tpot", "ttft"]);
+const EXPERTS = new Set(["experts", "token_experts"]);
 const signed = (value) => `${value > 0 ? "+" : value < 0 ? "−" : ""}${Math.abs(value).toFixed(1)}`;
 
 function cells() {
@@ -11,7 +13,7 @@ function cells() {
 }
 
 function show(node, { name, key, change }) {
-  const value = (one) => (key === "tpot" || key === "ttft" ? milliseconds(1000 * one) : number(one));
+  const value = (one) => (TIMES.has(key) ? milliseconds(1000 * one) : EXPERTS.has(key) ? one.toFixed(1) : number(one));
   const range = change.low === null || change.high === null ? "too few pairs yet" : `${signed(change.low)} to ${signed(change.high)}%`;
   [name, value(change.router), value(change.shortest_queue), `${signed(change.percent)}%`, range].forEach((said, at) => text(node.children[at], said));
 }
