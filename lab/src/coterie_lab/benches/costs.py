@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from msgspec.structs import asdict
 
 from coterie.answers.suites import Report
 from coterie.costs.cells import MoeTable, expert_tokens, preset_names
@@ -30,17 +31,13 @@ def bench_costs(report: Report) -> list[Row]:
         spec = shape_spec(shape)
         fit = fit_table(spec, table, float(preset.measurement.hardware.get("cache_bytes", float("inf"))))
         row = {"name": "moe layer", "preset": preset.name, "model": shape.model, "dtype": table.dtype}
-        rows.append(row | _errors(fit.held_out) | {"median_us": _predict_us(spec, fit.params, table)})
+        rows.append(row | asdict(fit.held_out) | {"median_us": _predict_us(spec, fit.params, table)})
     for preset, shape, table in tables:
         if len(preset.fits) > 1:
             rows.append(_unseen_row(preset, shape_spec(shape), table))
     for name in preset_names():
         rows += _part_rows(load_preset(name))
     return rows
-
-
-def _errors(quality: Any) -> Row:
-    return {key: getattr(quality, key) for key in ("cells", "mape_pct", "worst_pct", "worst_cell")}
 
 
 def _predict(spec: ModelSpec, params: MoeParams, table: MoeTable) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -68,7 +65,7 @@ def _unseen_row(preset: Preset, spec: ModelSpec, table: MoeTable) -> Row:
     params = preset.fits[near].moe[table.dtype].params
     error = fit_error(_predict(spec, params, table), table.cells)
     row = {"name": "unseen shape", "preset": preset.name, "model": spec.name, "dtype": table.dtype, "from": near}
-    return row | _errors(error) | {"median_us": _predict_us(spec, params, table)}
+    return row | asdict(error) | {"median_us": _predict_us(spec, params, table)}
 
 
 def _part_rows(preset: Preset) -> list[Row]:
@@ -88,5 +85,5 @@ def _part_rows(preset: Preset) -> list[Row]:
 
 def _part_row(name: str, preset: str, model: str, part: RooflineLaw | TransferLaw | CurveLaw) -> Row:
     call = (lambda: part.us(1e6, 1e9)) if isinstance(part, RooflineLaw) else (lambda: part.us(1e6))
-    row = {"name": name, "preset": preset, "model": model} | _errors(part.held_out)
-    return {key: value for key, value in row.items() if key != "worst_cell"} | {"median_us": median_us(call)}
+    row = {"name": name, "preset": preset, "model": model}
+    return row | asdict(part.held_out) | {"median_us": median_us(call)}

@@ -28,6 +28,8 @@ RECORDED = "activations/gpt-oss-20b/routing.npz"
 ARRIVALS = "requests/mooncake/conversation_trace.jsonl"
 PROMPT_SHARE = 0.1
 """Share of a recorded request that stands for its prompt; the rest is decoded."""
+SYNTHETIC_REQUESTS = 420
+"""Recordings that are drawn where there are none of the model."""
 USES, PAIR_REQUESTS = {"gpt-oss-20b": 16, "qwen3-30b-a3b": 8}, 1000
 """How often each recording is replayed, and requests of the run on production arrivals."""
 REPEATS = 7
@@ -58,7 +60,8 @@ def _recordings(model: str, file: Path | None) -> Recordings:
     if file is not None:
         return split_recordings(read_as(ActivationTrace, file), share=PROMPT_SHARE)
     settings = SyntheticSettings(lengths=LognormalLengths(prompt_mean=32, output_mean=280, output_sigma=0.3))
-    return phase_recordings(generate(settings.shaped_like(get_model(model)), np.random.default_rng(0), requests=420))
+    drawn = generate(settings.shaped_like(get_model(model)), np.random.default_rng(0), requests=SYNTHETIC_REQUESTS)
+    return phase_recordings(drawn)
 
 
 def _decode_row(model: str, routing: str, requests: FleetRequests) -> Row:
