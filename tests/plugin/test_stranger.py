@@ -280,7 +280,7 @@ def test_demo(coterie: Coterie, tmp_path: Path) -> None:
     """Real workers, which compute coterie-tiny, under the stranger's router."""
     coterie.python("from coterie.answers.demo import run\nrun.MAX_TOKENS = 12\n")
     found = coterie.run("demo", "--router", ROUTER, "--requests", "24", "--out", tmp_path)
-    assert [row["router"] for row in found["rows"]] == ["round_robin", "join_shortest_queue", ROUTER]
+    assert [row["router"] for row in found["rows"]] == ["join_shortest_queue", "round_robin", ROUTER]
     assert found["same_tokens"]
 
 
