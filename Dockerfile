@@ -4,7 +4,8 @@
 #   docker run -p 8000:8000 -v ./gateway:/etc/coterie:ro coterie        # with gateway.yaml in ./gateway
 FROM debian:12-slim AS build
 RUN apt-get update && apt-get install -y --no-install-recommends python3-venv ca-certificates
-COPY pyproject.toml README.md LICENSE /source/
+COPY pyproject.toml README.md LICENSE NOTICE /source/
+COPY LICENSES /source/LICENSES
 COPY src /source/src
 # pyarrow reads traces and matplotlib draws figures; the gateway does neither, and they are 240 MB.
 RUN python3 -m venv /opt/coterie \

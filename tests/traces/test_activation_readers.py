@@ -197,6 +197,16 @@ def test_own_npz(tmp_path: Path, rng: np.random.Generator, save: Any) -> None:
         assert trace.requests.output_tokens.tolist() == [1, 0, 2]
 
 
+def test_own_npz_with_requests(tmp_path: Path, rng: np.random.Generator) -> None:
+    table = {"prompt_tokens": [9, 8, 7], "output_tokens": [3, 1, 5], "domains": ["law", "", "math"]}
+    np.savez(tmp_path / "t.npz", **own(rng), **table)  # type: ignore[arg-type]
+    trace = read_trace(tmp_path)
+    assert isinstance(trace, ActivationTrace)
+    requests = trace.requests
+    assert (requests.prompt_tokens.tolist(), requests.output_tokens.tolist()) == ([9, 8, 7], [3, 1, 5])
+    assert requests.domains == ["law", "", "math"]
+
+
 def test_own_npz_with_the_least(tmp_path: Path, rng: np.random.Generator) -> None:
     arrays = own(rng)
     np.savez(tmp_path / "t.npz", expert_ids=arrays["expert_ids"], offsets=arrays["offsets"])
@@ -250,6 +260,14 @@ def put(where: tuple[int | slice, ...], value: Any) -> Callable[[np.ndarray], np
     return change
 
 
+def lengths(values: Any, **more: Any) -> Callable[[dict[str, np.ndarray]], None]:
+    def change(arrays: dict[str, np.ndarray]) -> None:
+        given = {"prompt_tokens": values, "output_tokens": values, **more}
+        arrays.update({name: np.array(value) for name, value in given.items()})
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -279,6 +297,13 @@ def put(where: tuple[int | slice, ...], value: Any) -> Callable[[np.ndarray], np
         (bad("num_experts", [8]), "num_experts: is int64 (1,)"),
         (bad("num_experts", 0), "num_experts=0 must be a whole number of at least 1"),
         (bad("num_experts", 2), "must be at most num_experts=2"),
+        (bad("prompt_tokens", [1, 2, 3]), "output_tokens: is missing"),
+        (bad("domains", ["a", "b", "c"]), "prompt_tokens: is missing"),
+        (lengths([1, 2]), "requests has 2 rows; offsets describe 3 requests"),
+        (lengths([1.0, 2.0, 3.0]), "prompt_tokens: is float64 (3,), expected integers"),
+        (lengths([1, -2, 3]), "requests: prompt_tokens=-2 must be in 0"),
+        (lengths([1, 2, 3], domains=[1, 2, 3]), "domains: is int64 (3,), expected text of 1 dimensions"),
+        (lengths([1, 2, 3], domains=["a"]), "domains has 1 rows; prompt_tokens has 3"),
         (bad("expert_ids", None), "not a layout of traces"),
         (bad("offsets", None), "not a layout of traces"),
     ],

@@ -111,6 +111,24 @@ def test_activations_round_trip(tmp_path: Path, rng: np.random.Generator, format
     np.testing.assert_array_equal(again.requests.output_tokens, trace.requests.output_tokens)
 
 
+def test_npz_keeps_lengths_and_domains_and_names_the_rest(tmp_path: Path, rng: np.random.Generator) -> None:
+    table = RequestTrace(
+        np.array([500, 600, 700]),
+        np.array([2, 1, 5]),
+        np.array([0.0, 1.0, 2.0]),
+        domains=["law", "math", "law"],
+        extra={"user": [1, 2, 3]},
+    )
+    trace = activations(rng, requests=table)
+    assert write_trace(trace, tmp_path / "t", "npz").left_out == ("requests.arrival_s", "requests.extra.user", "model")
+    again = read_trace(tmp_path / "t")
+    assert isinstance(again, ActivationTrace)
+    np.testing.assert_array_equal(again.requests.prompt_tokens, table.prompt_tokens)
+    np.testing.assert_array_equal(again.requests.output_tokens, table.output_tokens)
+    assert again.requests.domains == table.domains
+    assert write_trace(trace, tmp_path / "c", "coterie").left_out == ()
+
+
 def load(rng: np.random.Generator) -> LoadTable:
     counts = rng.integers(0, 2**40, (4, 3, 8)).astype(np.uint64)
     return LoadTable(counts, "demo", ["a", "b", "c", "d"], np.arange(4), np.arange(1, 4))

@@ -56,7 +56,8 @@ writers: Registry[Writer] = Registry("output format", group="coterie.writers")
 def optional_parts(trace: Trace) -> tuple[str, ...]:
     """Return the optional parts that this trace has; ``requests`` is the request table of an activation trace."""
     if isinstance(trace, ActivationTrace):
-        return ("requests", *(["layer_ids"] if trace.meta.layer_ids is not None else []), *_model(trace.meta.model))
+        table = (f"requests.{part}" for part in optional_parts(trace.requests))
+        return (*table, *(["layer_ids"] if trace.meta.layer_ids is not None else []), *_model(trace.meta.model))
     if isinstance(trace, LoadTable):
         names = ["labels", "tokens", "layer_ids"]
         return (*(name for name in names if getattr(trace, name) is not None), *_model(trace.model))
@@ -84,9 +85,9 @@ def write_trace(trace: Trace, path: str | Path, format: str = "coterie") -> Writ
         raise ConfigError(f"format {format!r} cannot hold {kind_of(trace)}; {' and '.join(able)} can")
     with new_path(path) as tmp:
         writer.write(trace, tmp)
-    return Written(
-        path, format, tuple(part for part in optional_parts(trace) if part.split(".")[0] not in writer.keeps)
-    )
+    kept = writer.keeps
+    left_out = (part for part in optional_parts(trace) if part not in kept and part.split(".")[0] not in kept)
+    return Written(path, format, tuple(left_out))
 
 
 def _table(trace: RequestTrace, format: str, **more: Sequence[Any] | None) -> dict[str, Sequence[Any]]:
@@ -126,6 +127,7 @@ def _write_npz(trace: ActivationTrace | LoadTable, path: Path) -> None:
     else:
         tokens, offsets = trace.arrays()
         layer_ids = trace.meta.layer_ids
+        requests = trace.requests
         arrays = {
             "expert_ids": tokens.expert_ids,
             "offsets": offsets,
@@ -134,6 +136,9 @@ def _write_npz(trace: ActivationTrace | LoadTable, path: Path) -> None:
             "gate_weights": tokens.gate_weights,
             "num_experts": np.array(trace.meta.num_experts),
             "layer_ids": None if layer_ids is None else np.array(layer_ids, np.int64),
+            "prompt_tokens": requests.prompt_tokens,
+            "output_tokens": requests.output_tokens,
+            "domains": None if requests.domains is None else np.array(requests.domains, np.str_),
         }
     given: dict[str, Any] = {name: array for name, array in arrays.items() if array is not None}
     with path.open("wb") as stream:  # a stream, because savez adds .npz to names
@@ -184,7 +189,7 @@ writers.add(
     Writer(
         _write_npz,
         (ActivationTrace, LoadTable),
-        frozenset({"layer_ids", "tokens"}),
-        "NumPy arrays: expert_ids, offsets, phase and what else is recorded, or counts",
+        frozenset({"layer_ids", "tokens", "requests.domains"}),
+        "NumPy arrays: expert_ids, offsets, phase, lengths and what else is recorded, or counts",
     ),
 )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -44,7 +43,7 @@ from coterie.predictors import predictors
 from coterie.prompts import read_prompts
 from coterie.sim.metrics import Run, RunSummary, summarise_run
 from coterie.traces import ActivationTrace, RequestTrace
-from coterie.traces.readers import ReadOptions, Trace, kind_of, read_trace, requests_of
+from coterie.traces.readers import ReadOptions, Trace, kind_of, read_trace, requests_of, trace_path
 from coterie.traces.readers.routed_experts import find_model
 from coterie.types import BYTES_PER_WEIGHT, ModelSpec, Placement, Topology, WeightDtype
 
@@ -249,7 +248,10 @@ def _arrivals(options: SimulateOptions) -> tuple[str | RequestTrace | None, str]
     asked = options.arrivals
     if asked is None or asked in PATTERNS:
         return asked, asked or "poisson"
-    check(Path(asked).exists(), f"arrivals={asked!r} must be {', '.join(PATTERNS)}, or a trace; no file has that name")
+    check(
+        trace_path(asked).exists(),
+        f"arrivals={asked!r} must be {', '.join(PATTERNS)}, or a trace; no file has that name",
+    )
     return _timed(requests_of(asked), asked), asked
 
 

@@ -36,7 +36,7 @@ def advise_command(
         typer.Argument(
             metavar="TRACE|URL",
             help="Your traffic: a recording (an activation trace, in any known format), or the URL of a gateway, for "
-            "the newest requests that its control loop keeps.",
+            "the newest requests that its control loop keeps; sample:gpt-oss-20b is a recording that is shipped.",
         ),
     ],
     fleet: Annotated[
@@ -114,13 +114,14 @@ def advise_command(
     from coterie.gateway.config import read_config
     from coterie.models import model_of
     from coterie.routing.calibration import calibration
+    from coterie.traces.readers import trace_path
     from coterie.types import check_dtype
 
     is_url = "://" in trace
     refuse(
         {
             f"{trace} is no file; the URL of a gateway begins with http:// or https://, as in http://{trace}": (
-                not is_url and ":" in trace and not Path(trace.partition("#")[0]).exists()
+                not is_url and ":" in trace and not trace_path(trace.partition("#")[0]).exists()
             ),
             "--from and --num-experts are for a recording; a gateway tells its own": is_url and (from_ or num_experts),
             "--admin-key-file is for the URL of a gateway": admin_key_file is not None and not is_url,

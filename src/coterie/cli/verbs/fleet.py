@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # numba takes a second to import
 
 
 def fleet_command(
-    trace: Annotated[Path, typer.Argument(help="Activation trace: recorded requests, in any known format.")],
+    trace: Annotated[Path, typer.Argument(help="Activation trace, in any known format, or sample:gpt-oss-20b.")],
     decoders: Annotated[int, typer.Option("--decoders", min=1, max=1024, help="Decode workers.")] = 8,
     in_flight: Annotated[
         int, typer.Option("--in-flight", min=1, max=4096, help="Requests on each decoder, on average.")
@@ -180,7 +180,7 @@ def fleet_command(
 
 
 def _arrivals(asked: str, own: RequestTrace) -> RequestTrace | None:
-    from coterie.traces.readers import requests_of
+    from coterie.traces.readers import requests_of, trace_path
 
     if asked == "closed":
         return None
@@ -189,7 +189,7 @@ def _arrivals(asked: str, own: RequestTrace) -> RequestTrace | None:
             own.arrival_s is not None, "--arrivals trace: the trace has no arrival times; leave it out, or give --rate"
         )
         return own
-    check(Path(asked).exists(), f"--arrivals={asked} must be closed, trace, or a file of requests that exists")
+    check(trace_path(asked).exists(), f"--arrivals={asked} must be closed, trace, or a file of requests that exists")
     return requests_of(asked)
 
 

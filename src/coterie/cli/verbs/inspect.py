@@ -30,7 +30,7 @@ WIDTH = 100
 
 
 def inspect_command(
-    trace: Annotated[Path, typer.Argument(help="Trace to read, in any known format.")],
+    trace: Annotated[Path, typer.Argument(help="Trace to read, in any known format, or sample:gpt-oss-20b.")],
     out_folder: Annotated[
         Path | None,
         typer.Option(

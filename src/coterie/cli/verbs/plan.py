@@ -42,7 +42,10 @@ SPLITS = ("equal", "weighted", "optimal")
 
 
 def plan_command(
-    load: Annotated[Path, typer.Argument(help="Load table or activation trace to plan for, in any known format.")],
+    load: Annotated[
+        Path,
+        typer.Argument(help="Load table or activation trace to plan for, in any known format, or sample:gpt-oss-20b."),
+    ],
     model: Annotated[
         str | None,
         typer.Option("--model", help="Model shape: a known name, or a folder with config.json. Default: the load's."),

@@ -19,7 +19,8 @@ def simulate_command(
     trace: Annotated[
         Path | None,
         typer.Argument(
-            help="Activation trace to replay, in any known format, or a request trace to take arrival times from. "
+            help="Activation trace to replay, in any known format (or sample:gpt-oss-20b), or a request trace to take "
+            "arrival times from. "
             "Default: synthetic requests, drawn as in CAPS."
         ),
     ] = None,

@@ -12,6 +12,7 @@ from coterie.traces.readers.base import (
     read_trace,
     readers,
     requests_of,
+    trace_path,
 )
 
 import_modules(__name__)
@@ -27,4 +28,5 @@ __all__ = [
     "read_unpacked",
     "readers",
     "requests_of",
+    "trace_path",
 ]

@@ -9,10 +9,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import TypeVar
 
-from coterie.errors import ConfigError, TraceError, UnfinishedWarning, check_file, check_input_file
+from coterie.errors import ConfigError, TraceError, UnfinishedWarning, check_file, check_input_file, check_known
 from coterie.registry import Registry
 from coterie.traces.activations import ActivationTrace
 from coterie.traces.load import LoadTable
@@ -77,9 +78,23 @@ readers.add(
 )
 
 
+SAMPLE = "sample:"
+"""Start of the name of a recording that comes with the package, as in ``sample:gpt-oss-20b``."""
+
+
+def trace_path(given: str | Path) -> Path:
+    """Return the path of a trace that a user names: as given, or the file of a shipped sample."""
+    name = str(given)
+    if not name.startswith(SAMPLE):
+        return Path(given)
+    samples = {SAMPLE + file.stem: file for file in Path(str(files("coterie").joinpath("data/samples"))).glob("*.npz")}
+    check_known("sample", name, samples)
+    return samples[name]
+
+
 def read_trace(path: str | Path, format: str | None = None, options: ReadOptions | None = None) -> Trace:
-    """Read a trace in any known format; if `format` is None, it is detected."""
-    path = Path(path)
+    """Read a trace in any known format, or a shipped sample; if `format` is None, it is detected."""
+    path = trace_path(path)
     check_input_file(path)
     if format is None:
         format = detect(path)
@@ -109,7 +124,8 @@ def kind_of(trace: Trace) -> str:
 
 
 def detect(path: Path) -> str:
-    """Return the name of the format of a file or folder."""
+    """Return the name of the format of a file or folder, or of a shipped sample."""
+    path = trace_path(path)
     check_file(path.exists(), path, "file", "does not exist")
     check_input_file(path)
     matches = [name for name in readers if readers[name].sniff(path)]

@@ -4,8 +4,8 @@ The names of the arrays determine the layout. Some layouts need a sidecar, a sec
 
     expert_ids, gate_probs_f16, offsets     + requests.jsonl.gz   gpt-oss-20b: decode routing     → ActivationTrace
     expert_ids, gate_weight_x1e4, offsets   + requests.jsonl      DeepSeek-V2-Lite by ESFT        → ActivationTrace
-    expert_ids, offsets, and optionally phase, token_ids, gate_weights, num_experts, layer_ids:
-                                                                  Coterie's own                   → ActivationTrace
+    expert_ids, offsets, and optionally phase, token_ids, gate_weights, num_experts, layer_ids,
+      prompt_tokens with output_tokens, domains:                  Coterie's own                   → ActivationTrace
     counts, layer_ids                       + index.jsonl         GLM-5.2 counts                  → LoadTable
     counts, and optionally layer_ids, tokens                      Coterie's own                   → LoadTable
     model|expert_counts|domain                                    OLMoE and Mixtral counts        → LoadTable
@@ -207,12 +207,21 @@ def _read_own(file: Path, arrays: Arrays, options: ReadOptions) -> ActivationTra
         optional("layer_ids", 1, "ui"),
         optional("num_experts", 0, "ui"),
     )
+    requests = None
+    if not {"prompt_tokens", "output_tokens", "domains"}.isdisjoint(arrays):
+        with value_errors(file, "requests"):
+            domains = optional("domains", 1, "U")
+            requests = RequestTrace(
+                _array(file, arrays, "prompt_tokens", 1, "ui").astype(np.int64),
+                _array(file, arrays, "output_tokens", 1, "ui").astype(np.int64),
+                domains=None if domains is None else domains.tolist(),
+            )
     return _trace(
         file,
         arrays,
         options,
         options.model or file.stem,
-        None,
+        requests,
         DECODE if phase is None else phase,
         optional("gate_weights", 3, "f"),
         None if layer_ids is None else layer_ids.tolist(),
@@ -256,7 +265,8 @@ def _trace(
 def _array(file: Path, arrays: Arrays, name: str, ndim: int, kinds: str) -> NDArray[Any]:
     array = arrays[name]
     if array.ndim != ndim or array.dtype.kind not in kinds:
-        expected = f"{'floating point' if kinds == 'f' else 'integers'} of {ndim} dimensions"
+        what = {"f": "floating point", "U": "text"}.get(kinds, "integers")
+        expected = f"{what} of {ndim} dimensions"
         raise TraceError(file, name, f"is {array.dtype} {array.shape}, expected {expected}")
     return array
 
