@@ -105,4 +105,4 @@ def test_a_hook_that_fails_is_reported_and_the_layer_still_runs(capture: StepCap
 )
 def test_other_kernels_that_route_internally_are_refused(experts: object, capture: StepCapture) -> None:
     with pytest.raises(UnavailableError, match=r"monolithic MoE kernel|routes internally"):
-        engine.bind_capture(torch.nn.ModuleList([layer_of(experts, 0)]), capture, [].append)
+        engine.bind_capture(torch.nn.ModuleList([layer_of(experts, 0)]), capture, list[Exception]().append)

@@ -170,7 +170,7 @@ def bind_capture(modules: torch.nn.ModuleList, capture: StepCapture, failed: Cal
 def _routes_by_top_k(module: torch.nn.Module) -> bool:
     """Whether a layer's kernel routes internally, by the k largest logits."""
     kernel = getattr(getattr(module, "_quant_method", None), "moe_kernel", None)
-    experts = getattr(kernel, "fused_experts", None)
+    experts: Any = getattr(kernel, "fused_experts", None)
     return (
         type(experts).__name__ in TOP_K_KERNELS
         and fits("capture of logits", "experts of a kernel that routes internally are not captured")
