@@ -19,7 +19,7 @@ from coterie.gateway.config import GatewayConfig, PeerSettings, PickerSection
 from coterie.gateway.serve import RunningGateway, check_config
 from coterie.net.http1.messages import HttpRequest
 from coterie.net.http1.responder import Responder
-from gateway_runs import Run, config_of, gateway, idle, run
+from gateway_runs import Run, config_of, gateway, idle, run, write_keys
 from http1_peers import Raw, until
 
 ADMIN_PATHS = ("/metrics", "/decisions", "/workers", "/routers", "/switchback")
@@ -33,14 +33,6 @@ class Locked(NamedTuple):
     worker: Canned
     keys: dict[str, str]
     path: Path
-
-
-def write_keys(path: Path, *names: str, rate: float | None = None) -> dict[str, str]:
-    """Keys by name; the name `admin` may do everything."""
-    made = {name: new_key(name, admin=name == "admin", rate=rate) for name in names}
-    path.write_text("".join(one.entry.as_yaml() for one in made.values()))
-    path.chmod(0o600)
-    return {name: one.key for name, one in made.items()}
 
 
 @contextlib.asynccontextmanager

@@ -24,12 +24,12 @@ STREAM = b"text/event-stream"
 class Asked:
     """One request that a worker got."""
 
-    def __init__(self, request: HttpRequest) -> None:
+    def __init__(self, request: HttpRequest, parses: bool = True) -> None:
         self.path, self.method = request.path, request.method
         self.headers = dict(request.headers)
         self.raw = request.body
         try:
-            self.body: Any = msgspec.json.decode(request.body) if request.body else None
+            self.body: Any = msgspec.json.decode(request.body) if request.body and parses else None
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:  # as engines do
             raise HttpError(400, f"the body is not JSON: {error}") from None
 
@@ -42,6 +42,10 @@ class Canned:
         self.act: Act = act or answer
         self.report: Act = says(404)
         """Answers ``/metrics``; may be replaced at any time."""
+        self.models: Act = lists_itself
+        """Answers ``/v1/models``; may be replaced at any time."""
+        self.parses = True
+        """Whether bodies must be JSON."""
         self.asked: list[Asked] = []
         self.cancelled = 0
         """Requests whose client went away."""
@@ -79,10 +83,9 @@ class Canned:
         if request.path == "/metrics":
             await self.report(self, request, responder)
             return
-        self.asked.append(Asked(request))
+        self.asked.append(Asked(request, self.parses))
         if request.path == "/v1/models":
-            card = {"id": "canned", "object": "model", "max_model_len": 1024}
-            responder.send(200, msgspec.json.encode({"object": "list", "data": [card]}))
+            await self.models(self, request, responder)
             return
         self.got.set()
         try:
@@ -91,6 +94,11 @@ class Canned:
             self.cancelled += 1
             self.left.set()
             raise
+
+
+async def lists_itself(_: Canned, __: HttpRequest, responder: Responder) -> None:
+    card = {"id": "canned", "object": "model", "max_model_len": 1024}
+    responder.send(200, msgspec.json.encode({"object": "list", "data": [card]}))
 
 
 def completion(worker: Canned, **more: Any) -> dict[str, Any]:

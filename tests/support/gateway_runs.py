@@ -14,6 +14,7 @@ import msgspec
 
 from books import check_keeper
 from canned_workers import Canned
+from coterie.gateway.access import new_key
 from coterie.gateway.config import GatewayConfig, WorkerEntry
 from coterie.gateway.fleet.health import HealthSettings
 from coterie.gateway.serve import MakeFront, RunningGateway
@@ -128,6 +129,14 @@ async def settled(found: Run) -> None:
     ):
         await asyncio.sleep(0.001)
     idle(found)
+
+
+def write_keys(path: Path, *names: str, rate: float | None = None) -> dict[str, str]:
+    """Keys by name; the name `admin` may do everything."""
+    made = {name: new_key(name, admin=name == "admin", rate=rate) for name in names}
+    path.write_text("".join(one.entry.as_yaml() for one in made.values()))
+    path.chmod(0o600)
+    return {name: one.key for name, one in made.items()}
 
 
 def config_of(workers: Sequence[Canned], roles: Sequence[str] | None = None, **more: Any) -> GatewayConfig:

@@ -12,6 +12,7 @@ import msgspec
 from coterie.errors import ConfigError, InputError, UnknownNameError, check_given, check_known
 from coterie.gateway.config import WorkerEntry
 from coterie.gateway.control.live import LiveControl
+from coterie.gateway.exchange.call import MODELS, SERVED
 from coterie.gateway.fleet.spec import RouterSpec, check_spec
 from coterie.gateway.page.serving import Live
 from coterie.gateway.parts import GatewayParts
@@ -20,10 +21,8 @@ from coterie.gateway.watching.metrics import CONTENT_TYPE
 from coterie.net.http1.messages import HttpError, HttpRequest, check_http
 from coterie.net.http1.responder import Responder
 
-KNOWN = (
-    "/v1/chat/completions, /v1/completions, /v1/embeddings, /v1/models, /health, /metrics, /decisions, /advice, "
-    "/requests, /workers, /peers, /routers, /reload, /switchback, /live"
-)
+KNOWN = ", ".join(sorted({*SERVED, MODELS, "/health"}))
+"""Paths that a 404 names: those of callers, who may not learn the others."""
 MOST_DECISIONS = 10_000
 
 

@@ -42,6 +42,7 @@ from coterie.gateway.fleet.spec import RouterSpec
 from coterie.net.http1.upstream import parse_origin
 
 DEFAULTS = ControlSettings()
+FORWARDED = re.compile(r"/v1(/[\w-]+)+", re.ASCII)
 MOST_NUMBER = 1 << 63
 MOST_PLACES = 1 << 20
 MOST_RANKS = 1 << 16
@@ -370,6 +371,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Endpoint picker that Envoy asks; None for none."""
     keys: str | None = None
     """File of API keys; see ``coterie serve --new-key``. Required unless `listen` is a loopback address."""
+    forward: list[str] = []
+    """Further paths below `/v1/` that callers may POST to, such as `/v1/rerank`; the decode router routes them."""
     separate_caches: bool = True
     """Whether the cached prefixes of callers with different keys are kept apart (by `cache_salt`)."""
     limits: LimitSettings = LimitSettings()
@@ -393,6 +396,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         check_within(1, MOST_BLOCK_TOKENS, block_size=self.block_size)
         check_within(1, MOST_DECISIONS, decisions=self.decisions)
         check_positive(drain_s=self.drain_s)
+        for path in self.forward:
+            check(FORWARDED.fullmatch(path), f"forward: {path!r} must be a path below /v1/, such as /v1/rerank")
         check_distinct_ids(self.workers)
         for worker in self.workers:
             check_role(self.handshake, worker)

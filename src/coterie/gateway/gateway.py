@@ -1,6 +1,7 @@
 """The gateway: OpenAI's endpoints in front of a fleet, and the admin endpoints.
 
-    POST /v1/chat/completions, /v1/completions, /v1/embeddings, GET /v1/models     callers
+    POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings      callers
+    POST /tokenize, /detokenize, and what `forward` names; GET /v1/models[/ID]     callers
     GET /health, and the page: GET /, /page/FILE, which hold no data               anyone
     GET /metrics, /decisions, /advice, /workers, /routers, /switchback, /live      administrators
     POST /workers, DELETE /workers/ID, PUT /routers/POOL, POST /reload             administrators
@@ -20,16 +21,20 @@ import re
 import time
 from collections.abc import Awaitable, Callable
 from functools import lru_cache
+from urllib.parse import unquote
+
+import msgspec
 
 from coterie.errors import check
 from coterie.gateway.access import Entry, Keys, Rates
 from coterie.gateway.admin import Admin
 from coterie.gateway.config import GatewayConfig
 from coterie.gateway.exchange.call import (
-    CHAT,
-    COMPLETIONS,
-    EMBEDDINGS,
+    DETOKENISE,
+    GENERATING,
+    MODELS,
     PASSED,
+    SERVED,
     Call,
     Outcome,
     checked_id,
@@ -43,6 +48,7 @@ from coterie.gateway.exchange.peers import KEY_VARIABLE as PEER_KEY
 from coterie.gateway.fleet.waiting import Refused
 from coterie.gateway.page.serving import Live, is_page, send_file
 from coterie.gateway.parts import MODELS_S, GatewayParts
+from coterie.gateway.signals.tokens import TOKENISE
 from coterie.gateway.watching.recent import CLIENT_GONE
 from coterie.gateway.watching.spans import NO_SPAN
 from coterie.net.access import is_loopback, read_key
@@ -63,7 +69,8 @@ REFUSALS = {"full": "queue_full", "late": "queue_deadline", "closed": "draining"
 """Reason of a refusal by the waiting line → its label in the metrics."""
 LOOPBACK_HOST = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[0-9A-Za-z.]+)(?::[0-9]{1,5})?")
 DRAINING = "the gateway is shutting down"
-SERVED = frozenset((COMPLETIONS, CHAT, EMBEDDINGS))
+UNCACHED = frozenset((TOKENISE, DETOKENISE))
+"""Paths whose requests compute nothing that is cached."""
 FAILED = Outcome(500)
 OPEN = Entry(name="", sha256="", admin=True)
 """Caller of every request to a gateway without keys, which listens on a loopback address."""
@@ -129,7 +136,7 @@ class Gateway:
             return 0
         if opens is not None:
             raise self._rejected("key", HttpError(403, f"the key {caller.name!r} opens {opens} alone"))
-        if not path.startswith("/v1/"):
+        if not _is_callers(path):
             if not caller.admin:
                 raise self._rejected("key", HttpError(403, "this endpoint needs an administrator's key"))
             return ADMIN_BODY
@@ -150,7 +157,7 @@ class Gateway:
                 raise self._rejected("key", HttpError(401, message, headers=[(b"www-authenticate", b"Bearer")]))
             return caller
         self._check_host(request)
-        if not request.path.startswith("/v1/") and _is_foreign(request):
+        if not _is_callers(request.path) and _is_foreign(request):
             raise self._rejected("key", HttpError(403, "without keys no other page of a browser is served here"))
         return OPEN
 
@@ -168,7 +175,7 @@ class Gateway:
     def handle(self, request: HttpRequest, responder: Responder) -> Awaitable[None]:
         """Answer a request; errors are raised as HttpError, by this call or by the awaitable."""
         path, method = request.path, request.method
-        if path in SERVED:
+        if path in SERVED or path in self.config.forward:
             if method != "POST":
                 raise HttpError(405, f"{path} takes POST, not {method}", headers=[(b"allow", b"POST")])
             return self._complete(request, responder)
@@ -182,8 +189,8 @@ class Gateway:
             responder.send(200)
         elif is_page(path):
             send_file(request, responder)
-        elif path == "/v1/models" and method in ("GET", "HEAD"):
-            await self._models(responder)
+        elif (path == MODELS or path.startswith(f"{MODELS}/")) and method in ("GET", "HEAD"):
+            await self._models(unquote(path[len(MODELS) + 1 :]), responder)
         else:
             await self._admin.handle(request, responder)
 
@@ -198,9 +205,9 @@ class Gateway:
             if not parts.line.take_at_once():
                 waited_s = await parts.line.take(limits.queue_s)
             placed = True
-            embeds = call.path == EMBEDDINGS
-            known = NOTHING if embeds else await parts.knowledge.describe(call)
-            outcome = await (parts.plain if embeds else parts.flow).serve(call, responder, known)
+            generates = call.path in GENERATING
+            known = await parts.knowledge.describe(call) if generates else NOTHING
+            outcome = await (parts.flow if generates else parts.plain).serve(call, responder, known)
         except Refused as refused:
             outcome = Outcome(refused.status, problem=str(refused))
             self.watcher.metrics.rejected.inc(REFUSALS.get(refused.reason, "draining"))
@@ -252,17 +259,20 @@ class Gateway:
                     request_id = checked_id(value)
                 elif name == DOMAIN_HEADER and domain is None:
                     domain = value.decode("latin-1")
-            spans = self.parts.spans
+            spans, path = self.parts.spans, request.path
+            salted = caller.name and self.config.separate_caches and path not in UNCACHED
+            kind = request.header(b"content-type") or b""
             call = make_call(
-                request.path,
+                path,
                 request.body,
                 request_id=request_id,
                 name=new_name() if request_id in self.in_flight else None,
                 headers=passed,
                 caller=caller.name,
                 domain=domain,
-                span=spans.request(f"POST {request.path}", request.headers) if spans.tracer else NO_SPAN,
-                salt=_salt_of(caller.sha256) if caller.name and self.config.separate_caches else None,
+                span=spans.request(f"POST {path}", request.headers) if spans.tracer else NO_SPAN,
+                salt=_salt_of(caller.sha256) if salted else None,
+                form=path not in SERVED and kind.startswith(b"multipart/form-data"),
             )
         except HttpError as error:
             self.watcher.metrics.requests.inc(request.path, outcome_of(Outcome(error.status)))
@@ -270,18 +280,47 @@ class Gateway:
         self.in_flight.add(call.name)
         return call
 
-    async def _models(self, responder: Responder) -> None:
-        """Pass on one worker's list of models: all workers serve the same models."""
+    async def _models(self, wanted: str, responder: Responder) -> None:
+        """Send one worker's list of models, or the `wanted` one of them: all workers serve the same models."""
         problem = HttpError(503, "the fleet has no workers", "no_worker", headers=RETRY_AFTER)
         for member in self.parts.first_open():
             try:
-                answer = await member.ask("GET", "/v1/models", MODELS_S)
+                answer = await member.ask("GET", MODELS, MODELS_S)
             except UpstreamError as error:
                 problem = failed(error)
-            else:
-                responder.send(answer.status, answer.body)
-                return
+                continue
+            responder.send(answer.status, _card(answer.body, wanted) if wanted else answer.body)
+            return
         raise problem
+
+
+class _Models(msgspec.Struct):
+    data: list[msgspec.Raw] = []
+
+
+class _Card(msgspec.Struct):
+    id: str
+
+
+def _card(models: bytes, wanted: str) -> bytes:
+    """Return the card of a model from a worker's list. Engines have no endpoint for a single model."""
+    try:
+        cards = {
+            msgspec.json.decode(card, type=_Card).id: card for card in msgspec.json.decode(models, type=_Models).data
+        }
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        raise HttpError(502, "the worker's list of models cannot be read", "worker_failed") from None
+    if wanted not in cards:
+        known = ", ".join(cards)
+        raise HttpError(
+            404, f"the model {wanted[:200]!r} is not served here; known: {known}", "model_not_found", "model"
+        )
+    return bytes(cards[wanted])
+
+
+def _is_callers(path: str) -> bool:
+    """Whether a path is for callers, and not for administrators."""
+    return path.startswith("/v1/") or path in SERVED
 
 
 def draining(given: bytes | None) -> HttpError:

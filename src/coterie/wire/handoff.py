@@ -27,10 +27,13 @@ REMOTE_DECODE: dict[str, Any] = {
 """``kv_transfer_params`` that ask a worker to prefill a request that another worker decodes."""
 
 
-def prefill_body(body: Mapping[str, Any], ids: bool = False) -> dict[str, Any]:
-    """Return the body for the prefill worker: one output token, not streamed. `ids`: also ask for the prompt's ids."""
+def prefill_body(body: Mapping[str, Any], ids: bool = False, limit: str = "max_tokens") -> dict[str, Any]:
+    """Return the body for the prefill worker: one output token, not streamed. `ids`: also ask for the prompt's ids.
+
+    `limit` is the endpoint's field with the most tokens of an answer.
+    """
     kept = {key: value for key, value in body.items() if key not in ("stream_options", "min_tokens")}
-    one_token = {"max_tokens": 1} | ({"max_completion_tokens": 1} if "max_completion_tokens" in body else {})
+    one_token = {limit: 1} | ({"max_completion_tokens": 1} if "max_completion_tokens" in body else {})
     more = {"return_token_ids": True} if ids else {}
     return kept | one_token | more | {"stream": False, "kv_transfer_params": dict(REMOTE_DECODE)}
 

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
+from coterie.gateway.signals.tokens import TOKENISE
 from coterie.gateway.watching.spans import NO_SPAN, Span
 from coterie.net.http1.messages import Headers, HttpError, check_http
 from coterie.routing.base import Decision
@@ -46,7 +47,18 @@ MAX_ID = 256
 PROMPT_BYTES = 1 << 17
 """Leading bytes of a prompt that are compared with other prompts."""
 _PROCESS, _NUMBERS = secrets.token_hex(12), itertools.count()
-COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+EMBEDDINGS, DETOKENISE, MODELS = "/v1/embeddings", "/detokenize", "/v1/models"
+GENERATING = frozenset((COMPLETIONS, CHAT, RESPONSES))
+"""Paths of requests that generate tokens from a prompt."""
+SERVED = GENERATING | {EMBEDDINGS, TOKENISE, DETOKENISE}
+"""Paths of the requests of callers, all of them POST."""
+STORED = {
+    "previous_response_id": "a worker keeps responses in its own memory until it restarts, and the next request may go "
+    "to another: send the earlier turns in input",
+    "background": "its answer would be fetched later, from the one worker that has it: leave it out",
+}
+"""Field of a response's body that would need one worker's memory → why it is refused, and what to do."""
 
 
 class Call(msgspec.Struct):
@@ -135,6 +147,15 @@ class _Fields(msgspec.Struct):
     tools: msgspec.Raw = msgspec.Raw()
     messages: msgspec.Raw = msgspec.Raw()
     prompt: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.Raw()
+    instructions: msgspec.Raw = msgspec.Raw()
+    previous_response_id: Any = None
+    background: Any = None
+
+    @property
+    def said(self) -> msgspec.Raw:
+        """The prompt without tools and instructions: messages, a text, or the input of a response."""
+        return self.messages or self.prompt or self.input
 
 
 _WITH_OWNED: Any = msgspec.defstruct("_WithOwned", [(name, Any, UNSET) for name in sorted(OWNED)], bases=(_Fields,))
@@ -164,13 +185,14 @@ def without_owned(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prompt_of(fields: _Fields) -> bytes:
-    """Return the start of the prompt as raw JSON: tools, then messages or the text, in the order of chat templates.
+    """Return the start of the prompt as raw JSON: tools, instructions, then what is said, in chat templates' order.
 
     The closing byte is dropped, so that a conversation begins with the bytes of its earlier turns.
     """
-    said = fields.messages or fields.prompt
+    said = fields.said
     begin = bytes(said)[:-1] if len(said) <= PROMPT_BYTES else bytes(memoryview(said)[:PROMPT_BYTES])
-    return bytes(memoryview(fields.tools)[:PROMPT_BYTES]) + begin if fields.tools else begin
+    before = [bytes(memoryview(part)[:PROMPT_BYTES]) for part in (fields.tools, fields.instructions) if part]
+    return b"".join((*before, begin)) if before else begin
 
 
 def with_last(data: bytes, salt: str) -> bytes:
@@ -210,13 +232,14 @@ def make_call(
     span: Span = NO_SPAN,
     salt: str | None = None,
     trusted: bool = False,
+    form: bool = False,
 ) -> Call:
     """Check a body and remove the fields that only the gateway may set, unless its sender is `trusted` with them.
 
     `request_id` is the client's id; `name`, if given, is sent to workers instead. `headers` are sent to the worker.
-    `salt` keeps this caller's cached prefixes apart.
+    `salt` keeps this caller's cached prefixes apart. A `form` is no JSON and is passed on unread.
     """
-    fields = read_fields(data)
+    fields = _WITH_OWNED() if form else read_fields(data)
     if not trusted and (_owned_of(fields) != _NONE_OWNED or fields.vllm_xargs is not UNSET):
         data = encode_object(without_owned(parse_object(data)))
         fields = read_fields(data)
@@ -225,9 +248,12 @@ def make_call(
     check_http(stream is True or stream is False, 400, "stream must be true or false", "stream")
     check_http(own is None or isinstance(own, str), 400, "cache_salt must be a text", "cache_salt")
     check_http(fields.model is None or isinstance(fields.model, str), 400, "model must be a text", "model")
-    if salt is not None:
+    if path == RESPONSES:
+        for name, reason in STORED.items():
+            check_http(not getattr(fields, name), 400, f"{name} is not served: {reason}", name)
+    if salt is not None and not form:
         own = salt if own is None else f"{salt}/{own}"
-        added = fields.cache_salt is UNSET and (fields.messages or fields.prompt)
+        added = fields.cache_salt is UNSET and fields.said
         data = with_last(data, own) if added else encode_object({**parse_object(data), "cache_salt": own})
     key = new_name()
     return Call(
@@ -237,7 +263,7 @@ def make_call(
         path=path,
         raw=data,
         prompt=prompt_of(fields),
-        prompt_bytes=len(fields.tools) + len(fields.messages or fields.prompt),
+        prompt_bytes=len(fields.tools) + len(fields.instructions) + len(fields.said),
         salt=own,
         listed=bool(fields.prompt) and memoryview(fields.prompt)[0] == ord("["),
         stream=stream,

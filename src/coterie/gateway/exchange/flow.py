@@ -270,7 +270,7 @@ class Flow(ABC):
         own = (REQUEST_ID, call.id.encode())
         stream = is_event_stream(answer.headers)
         return (
-            pass_stream(answer, sink, own, came)
+            pass_stream(answer, sink, own, came, call.path)
             if stream
             else pass_whole(answer, sink, own, self.limits.answer_bytes, came)
         )

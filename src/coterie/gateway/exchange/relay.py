@@ -12,12 +12,18 @@ from typing import Annotated
 
 import msgspec
 
+from coterie.gateway.exchange.call import CHAT, COMPLETIONS, RESPONSES
 from coterie.net.http1 import Answer, Headers, HttpError, Responder, UpstreamError, passed_on
 
 USAGE = b'"usage"'
 TAIL_BYTES = 32
 """Last bytes of a stream that are kept: enough for its last event and the line ends after it."""
 _LAST = re.compile(rb"(?:\A|[\r\n])data: ?\[DONE\]\s*\Z")
+_LAST_RESPONSE = re.compile(rb"(?:\A|\n)event: ?response\.(?:completed|incomplete|failed)\r?\n")
+NAME_BYTES = 64
+"""Last bytes of a stream of named events that are kept: a name that comes in two pieces fits."""
+MOST_LAST = 4 << 20
+"""Most bytes of a stream's last event that are kept: of a longer one the usage is not read."""
 
 MOST_TOKENS = 1 << 31
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
@@ -33,6 +39,15 @@ class Usage(msgspec.Struct):
     prompt_tokens: Tokens = 0
     completion_tokens: Tokens = 0
     prompt_tokens_details: _Cached | None = None
+    input_tokens: Tokens = 0
+    """`input_tokens`, `output_tokens` and `input_tokens_details` are the names of ``/v1/responses``."""
+    output_tokens: Tokens = 0
+    input_tokens_details: _Cached | None = None
+
+    def __post_init__(self) -> None:
+        self.prompt_tokens = self.prompt_tokens or self.input_tokens
+        self.completion_tokens = self.completion_tokens or self.output_tokens
+        self.prompt_tokens_details = self.prompt_tokens_details or self.input_tokens_details
 
     @property
     def cached_tokens(self) -> int | None:
@@ -42,6 +57,8 @@ class Usage(msgspec.Struct):
 
 class _Answer(msgspec.Struct):
     usage: Usage | None = None
+    response: _Answer | None = None
+    """What the last event of a streamed response holds."""
 
 
 _USAGE = msgspec.json.Decoder(_Answer)
@@ -51,10 +68,10 @@ class Relayed(msgspec.Struct, frozen=True):
     """Record of an answer that was passed on."""
 
     first_s: float
-    """Time of the first piece, by the monotonic clock."""
+    """Time of the first token, by the monotonic clock."""
     last_s: float
     events: int
-    """Number of events in a stream; 1 for a whole answer."""
+    """Number of events with tokens in a stream; 1 for a whole answer."""
     usage: Usage | None = None
     problem: UpstreamError | None = None
     """Error if the stream broke after its first byte; the client has received it as last event."""
@@ -80,40 +97,123 @@ async def pass_whole(
     return Relayed(now, now, 1, usage)
 
 
+class Stream:
+    """What pieces of a stream say of it. Base of the known formats: of any other, no end is known and events count."""
+
+    ends = False
+    """Whether the format has a last event."""
+    heralds = False
+    """Whether events come before the first token."""
+
+    def __init__(self) -> None:
+        self.tail = b""
+        """Last bytes."""
+
+    def read(self, piece: bytes) -> int:
+        """Take the next piece; return the number of its tokens, as well as events tell."""
+        self.tail = piece[-TAIL_BYTES:] if len(piece) >= TAIL_BYTES else (self.tail + piece)[-TAIL_BYTES:]
+        return piece.count(b"\n\n")
+
+    @property
+    def whole(self) -> bool:
+        """Whether the last event has come."""
+        return False
+
+    @property
+    def usage(self) -> Usage | None:
+        return None
+
+
+class Completions(Stream):
+    """Ends with ``data: [DONE]``; workers send about one event per token."""
+
+    ends = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counted = b""
+        """Last piece with a usage."""
+
+    def read(self, piece: bytes) -> int:
+        if USAGE in piece:
+            self._counted = piece
+        return super().read(piece)
+
+    @property
+    def whole(self) -> bool:
+        return is_whole(self.tail)
+
+    @property
+    def usage(self) -> Usage | None:
+        return usage_in(self._counted)
+
+
+class Responses(Stream):
+    """``/v1/responses``: named events. The first come before any token, the last holds the whole response."""
+
+    ends = heralds = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last = bytearray()
+        """The last event from its name on; empty before it."""
+
+    def read(self, piece: bytes) -> int:
+        if self._last:
+            self._last += piece
+        else:
+            seen = self.tail + piece
+            if (last := _LAST_RESPONSE.search(seen)) is not None:
+                self._last += seen[last.start() :].lstrip(b"\n")
+            self.tail = seen[-NAME_BYTES:]
+        if len(self._last) > MOST_LAST:
+            del self._last[:-NAME_BYTES]
+        return piece.count(b".delta\n")
+
+    @property
+    def whole(self) -> bool:
+        return self._last.endswith((b"\n\n", b"\r\n\r\n"))
+
+    @property
+    def usage(self) -> Usage | None:
+        return usage_of(bytes(self._last).partition(b"\ndata: ")[2])
+
+
+STREAMS = {COMPLETIONS: Completions, CHAT: Completions, RESPONSES: Responses}
+
+
 async def pass_stream(
-    answer: Answer, sink: Responder, own: tuple[bytes, bytes], came: Callable[[int], None]
+    answer: Answer, sink: Responder, own: tuple[bytes, bytes], came: Callable[[int], None], path: str
 ) -> Relayed:
     """Send each piece as it arrives. Raises UpstreamError if the stream breaks before the first piece.
 
-    `came` is called with the number of events of each piece: workers send about one per token. A stream that ends
-    without ``[DONE]`` is broken too: a failing worker or proxy may close it properly. One with it is whole, even if its
-    connection breaks after it.
+    `came` is called with the number of tokens of each piece, from the first byte or token on. `path` tells the stream's
+    last event: one that ends without it is broken, since a failing worker or proxy may close it properly. One with it
+    is whole, even if its connection breaks after it.
     """
     first = last = 0.0
-    events, usage_piece, tail = 0, b"", b""
+    tokens, stream = 0, STREAMS.get(path, Stream)()
     try:
         async for piece in answer:
             last = time.monotonic()
-            if USAGE in piece:
-                usage_piece = piece
             if not sink.started:
-                first = last
                 sink.start(answer.status, head_of(answer, own))
-            found = piece.count(b"\n\n")
-            events += found
-            came(found)
-            tail = piece[-TAIL_BYTES:] if len(piece) >= TAIL_BYTES else (tail + piece)[-TAIL_BYTES:]
+            found = stream.read(piece)
+            if found or not stream.heralds:
+                first = first or last
+                tokens += found
+                came(found)
             sink.write(piece)
             await sink.drain()
-        if answer.status == 200 and not is_whole(tail):
+        if answer.status == 200 and stream.ends and not stream.whole:
             raise UpstreamError("incomplete", "the stream ended before its last event", answered=True)
     except UpstreamError as error:
         if not sink.started:
             raise
-        if answer.status != 200 or not is_whole(tail):
+        if answer.status != 200 or not stream.whole:
             sink.fail(HttpError(502, f"the worker's answer broke off: {WHY[error.kind]}", "worker_failed"))
-            return Relayed(first, last, events, problem=error)
-        if not tail.endswith((b"\n\n", b"\r\n\r\n")):
+            return Relayed(first or last, last, tokens, problem=error)
+        if not stream.tail.endswith((b"\n\n", b"\r\n\r\n")):
             sink.write(b"\n\n")
     finally:
         answer.close()  # also if the client left while its buffer was full: the worker must stop generating
@@ -121,7 +221,7 @@ async def pass_stream(
         first = last = time.monotonic()
         sink.start(answer.status, head_of(answer, own))
     sink.end()
-    return Relayed(first, last, events, usage_in(usage_piece))
+    return Relayed(first or last, last, tokens, stream.usage)
 
 
 def is_whole(tail: bytes) -> bool:
@@ -132,7 +232,8 @@ def is_whole(tail: bytes) -> bool:
 def usage_of(body: bytes) -> Usage | None:
     """Return the token counts in an answer; None if it has none or is not a completion."""
     try:
-        return _USAGE.decode(body).usage
+        answer = _USAGE.decode(body)
+        return answer.usage if answer.response is None else answer.response.usage
     except (msgspec.DecodeError, RecursionError, ValueError):
         return None
 

@@ -13,13 +13,14 @@ from functools import partial
 from urllib.parse import urlsplit
 
 from coterie.gateway.config import GatewayConfig
-from coterie.gateway.exchange.call import Call, Outcome, encode_object
+from coterie.gateway.exchange.call import CHAT, RESPONSES, Call, Outcome, encode_object
 from coterie.gateway.exchange.flow import REFUSAL_BYTES, REQUEST_ID, Delivered, Flow, Tries, failed, may_retry, outcome
 from coterie.gateway.exchange.knowledge import Knowledge, KnownPrompt
 from coterie.gateway.exchange.observing import Watcher
 from coterie.gateway.exchange.pool import Pool, Sent
 from coterie.gateway.exchange.relay import Relayed
 from coterie.net.http1 import Answer, Headers, Responder, UpstreamError, passed_on
+from coterie.net.http1.messages import check_http
 
 
 class _RefusedError(Exception):
@@ -42,6 +43,7 @@ class SglangPairFlow(Flow):
         self.prefill, self.decode = prefill, decode
 
     async def serve(self, call: Call, sink: Responder, known: KnownPrompt) -> Outcome:
+        check_http(call.path != RESPONSES, 501, f"SGLang's pairs do not take {RESPONSES}: ask {CHAT}")
         started = time.monotonic()
         prefills, decodes = Tries(self.prefill, self.health), Tries(self.decode, self.health)
         while True:

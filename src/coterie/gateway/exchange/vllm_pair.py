@@ -20,7 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from coterie.gateway.config import GatewayConfig
-from coterie.gateway.exchange.call import Call, Outcome, encode_object
+from coterie.gateway.exchange.call import RESPONSES, Call, Outcome, encode_object
 from coterie.gateway.exchange.flow import NO_USAGE, REQUEST_ID, Flow, may_retry, outcome
 from coterie.gateway.exchange.knowledge import NOTHING, Knowledge, KnownPrompt
 from coterie.gateway.exchange.observing import Watcher
@@ -41,6 +41,7 @@ MOST_DROPS = 1024
 ACCEPTED: dict[str, tuple[float, float]] = {
     "max_tokens": (0, 1 << 31),
     "max_completion_tokens": (0, 1 << 31),
+    "max_output_tokens": (0, 1 << 31),
     "min_tokens": (0, 1 << 31),
     "n": (1, 1 << 31),
     "temperature": (0, math.inf),
@@ -68,7 +69,8 @@ def check_generation(body: Mapping[str, Any], context_tokens: int, prompt_tokens
         if isinstance(value, int | float) and not low <= value <= high:
             relation = "at least 0" if high == math.inf else f"in {low} … {high}"
             raise HttpError(400, f"{field}={_shown(value)} must be {relation}", param=field)
-    most = {name: body.get(name) for name in ("max_completion_tokens", "max_tokens", "min_tokens")}
+    limits = ("max_completion_tokens", "max_tokens", "max_output_tokens", "min_tokens")
+    most = {name: body.get(name) for name in limits}
     for field, value in most.items():
         if prompt_tokens < context_tokens and isinstance(value, int | float) and value + prompt_tokens > context_tokens:
             most_tokens = context_tokens - prompt_tokens
@@ -80,6 +82,11 @@ def check_generation(body: Mapping[str, Any], context_tokens: int, prompt_tokens
     fewest, allowed = most["min_tokens"], most["max_completion_tokens"] or most["max_tokens"]
     if isinstance(fewest, int) and isinstance(allowed, int) and fewest > allowed:
         raise HttpError(400, f"min_tokens={fewest} must be at most max_tokens={allowed}", param="min_tokens")
+
+
+def limit_of(call: Call) -> str:
+    """Return the field of a request's body with the most tokens of its answer."""
+    return "max_output_tokens" if call.path == RESPONSES else "max_tokens"
 
 
 def _shown(value: float) -> str:
@@ -194,7 +201,7 @@ class VllmPairFlow(Flow):
         let go.
         """
         check_generation(call.body, self.decode.context_tokens, 1 if known.ids is None else known.tokens)
-        asked = encode_object(prefill_body(call.body, ids=known.question is not None))
+        asked = encode_object(prefill_body(call.body, known.question is not None, limit_of(call)))
         tried: set[str] = set()
         while not tried.issuperset(self.prefill.members) and len(tried) <= self.health.retries:
             if self.prefill.failing:
@@ -280,7 +287,9 @@ class VllmPairFlow(Flow):
 
     async def _take(self, handoff: Handoff, call: Call) -> None:
         try:
-            body = encode_object({**prefill_body(call.body), "kv_transfer_params": handoff.params})
+            body = encode_object(
+                {**prefill_body(call.body, limit=limit_of(call)), "kv_transfer_params": handoff.params}
+            )
             sent = self.choose(self.decode, call, NOTHING, set())
         except HttpError:
             return

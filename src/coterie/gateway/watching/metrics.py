@@ -200,7 +200,10 @@ class Metrics(Collector):
         self.requests = Counter(
             "requests_total",
             "Requests that ended",
-            path=("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", OTHER),
+            path=(
+                *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/models"),
+                *("/tokenize", "/detokenize", OTHER),
+            ),
             outcome=OUTCOMES,
         )
         self.rejected = Counter("rejected_total", "Requests the gateway refused, by limit", reason=REJECTED)
