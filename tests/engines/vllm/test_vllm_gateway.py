@@ -39,7 +39,7 @@ from vllm_servers import BLOCK_SIZE, MODEL, TRIO, Fleet, Server, decisions_of, n
 
 pytestmark = [pytest.mark.vllm, needs_vllm]
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 PATIENCE_S = 600.0
 """No verdict depends on it: it ends a test that hangs."""
 IN_FLIGHT = 4
@@ -279,6 +279,32 @@ def test_without_a_tokenizer_workers_tell_the_ids(trio: list[Server], chat: bool
             told = "learned" if chat else "asked"
             assert (tokens.counters[told], tokens.counters["cached"]) == (2, 2)
             assert ("--enable-scale-out" in tokens.last_error) == chat
+
+    run(test)
+
+
+def test_a_response_is_prefilled_by_one_worker_and_decoded_by_another(trio: list[Server]) -> None:
+    """Its footprint comes with the prefill's answer, and its text is that of a worker that does both."""
+    asked = {"model": MODEL, "input": "How many herons stand in the pond?", "max_output_tokens": 12, "temperature": 0}
+
+    def said(answer: Any) -> str:
+        return "".join(part["text"] for item in answer["output"] for part in item["content"])
+
+    async def test() -> None:
+        direct = Client(trio[0].url)
+        right = said((await direct.ask("POST", RESPONSES, asked)).json)
+        await direct.upstream.close()
+        async with connected(config_of(trio)) as found:
+            whole = await found.client.ask("POST", RESPONSES, asked)
+            assert (whole.status, said(whole.json)) == (200, right)
+            streamed = await found.client.ask("POST", RESPONSES, {**asked, "stream": True})
+            name, _, data = streamed.body.rstrip().rpartition(b"\n\n")[2].partition(b"\n")
+            assert name == b"event: response.completed"
+            assert said(msgspec.json.decode(data.removeprefix(b"data: "))["response"]) == right
+            metrics = found.metrics
+            assert metrics['coterie_gateway_handoffs_total{outcome="ok"}'] == 2
+            assert metrics['coterie_gateway_footprints_total{source="answer"}'] == 2
+            assert metrics['coterie_gateway_requests_total{outcome="ok",path="/v1/responses"}'] == 2
 
     run(test)
 
