@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from coterie.errors import ConfigError, TraceError
 from coterie.traces import ActivationTrace, ActivationWriter, RequestTrace, TraceMeta
+from full_disk import FULL, files_of_at_most
 
 META = TraceMeta(
     "demo", num_experts=300, num_layers=2, top_k=3, layer_ids=(1, 3), source={"seed": 7, "shape": (1, 2)}
@@ -182,6 +183,39 @@ def test_an_error_suspends_and_the_recording_goes_on(tmp_path: Path) -> None:
     with ActivationWriter.resume(tmp_path / "t", META) as again:
         add(again, trace, 1)
     assert ActivationTrace.open(tmp_path / "t").requests.ids == ["r0", "r1"]
+
+
+def test_a_full_disk_ends_the_recording_and_keeps_what_was_flushed(tmp_path: Path) -> None:
+    trace = make([5, 4000])
+    out = ActivationWriter(tmp_path / "t", META)
+    add(out, trace, 0)
+    out.flush()
+    add(out, trace, 1)
+    with files_of_at_most(8000), pytest.raises(OSError, match=FULL) as full, out:
+        out.flush()
+    assert Path(full.value.filename).is_relative_to(tmp_path / "t")
+    left = ActivationTrace.open(tmp_path / "t")
+    assert (left.unfinished, left.num_requests) == (True, 1)
+    assert len(bytes_of(tmp_path / "t")) == 3, "meta.json and the first segment"
+    with ActivationWriter.resume(tmp_path / "t", META) as again:
+        add(again, trace, 1)
+    assert ActivationTrace.open(tmp_path / "t").num_requests == 2
+
+
+def test_a_disk_too_full_to_join_keeps_all_segments(tmp_path: Path) -> None:
+    trace = make([200, 200])
+    out = ActivationWriter(tmp_path / "t", META)
+    for index in (0, 1):
+        add(out, trace, index)
+        out.flush()
+    largest = max(len(data) for data in bytes_of(tmp_path / "t").values())
+    with files_of_at_most(largest), pytest.raises(OSError, match=FULL):
+        out.close()
+    left = ActivationTrace.open(tmp_path / "t")
+    assert (left.unfinished, left.num_requests) == (True, 2)
+    assert len(bytes_of(tmp_path / "t")) == 5
+    ActivationWriter.resume(tmp_path / "t", META).close()
+    assert not ActivationTrace.open(tmp_path / "t").unfinished
 
 
 def test_a_recording_of_nothing_is_resumed_too(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from coterie.answers import figures
 from coterie.errors import TraceError, check, read_json
-from coterie.traces.store import replaced, write_json
+from coterie.traces.store import naming, replaced, write_json
 
 MARKER = ".coterie-report.json"
 Cell = str | float | int | None
@@ -97,6 +97,7 @@ def write_report(
     of the report is there. Returns the page, the figures and the other files.
     """
     check_report_folder(folder)
+    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     before = _written_before(folder) if any(folder.iterdir()) else []
     drawn = [part for part in parts if isinstance(part, Section) and part.plot is not None]
@@ -107,22 +108,31 @@ def write_report(
             name in before or not (folder / name).exists(),
             f"{folder / name} exists and is of no earlier report; choose another folder",
         )
-    # Write the marker first: files left by an interrupted run are then listed, and the next run can replace them.
-    write_json(folder / MARKER, {"format": _MARK, "files": sorted({*before, *own})})
-    for name in {*before, page} - (own - {page}):
-        (folder / name).unlink(missing_ok=True)
     pictures = {
         s.key: {theme.name: figures.draw(s.plot, theme, s.height_in) for theme in figures.THEMES}
         for s in drawn
         if s.plot is not None
     }
-    for key, of_theme in pictures.items():
-        (folder / f"{key}.png").write_bytes(of_theme[figures.LIGHT.name])
-    for name, write in others.items():
-        write(folder / name)
-    with replaced(folder / page) as stream:
-        stream.write(render_page(title, parts, pictures).encode("utf-8", "backslashreplace"))
-    write_json(folder / MARKER, {"format": _MARK, "files": sorted(own)})
+    try:
+        # Write the marker first: files left by an interrupted run are then listed, and the next run can replace them.
+        write_json(folder / MARKER, {"format": _MARK, "files": sorted({*before, *own})})
+        for name in {*before, page} - (own - {page}):
+            (folder / name).unlink(missing_ok=True)
+        for key, of_theme in pictures.items():
+            with naming(folder / f"{key}.png"):
+                (folder / f"{key}.png").write_bytes(of_theme[figures.LIGHT.name])
+        for name, write in others.items():
+            with naming(folder / name):
+                write(folder / name)
+        with replaced(folder / page) as stream:
+            stream.write(render_page(title, parts, pictures).encode("utf-8", "backslashreplace"))
+        write_json(folder / MARKER, {"format": _MARK, "files": sorted(own)})
+    except OSError:  # a full disk: half a report is of no use
+        for name in (*before, *own, MARKER):
+            (folder / name).unlink(missing_ok=True)
+        if is_new:
+            folder.rmdir()
+        raise
     return [folder / name for name in (page, *names, *others)]
 
 

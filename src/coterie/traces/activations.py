@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from coterie.traces.segments import (
     concat_requests,
     phase_lengths,
 )
-from coterie.traces.store import ArrayFileWriter, write_json
+from coterie.traces.store import ArrayFileWriter, naming, write_json
 from coterie.types import narrowest_uint
 
 
@@ -65,7 +65,8 @@ class ActivationWriter(AbstractContextManager["ActivationWriter"]):
         self._closed = False
         self._unlock = _lock(self, self.folder)
         if not resume:
-            self._commit()
+            with self._ended_by_errors():
+                self._commit()
             return
         try:
             self._take_over(SegmentedTrace.open(self.folder))
@@ -87,10 +88,31 @@ class ActivationWriter(AbstractContextManager["ActivationWriter"]):
         _check_same_meta(self.folder, flushed.meta, self.meta)
         if self._entries:
             self._columns = _columns(flushed.segments[0].tokens, flushed.requests)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Delete files of an uncommitted flush, which are not part of the trace."""
         named = {entry[kind] for entry in self._entries for kind in ("activations", "requests")}
-        for file in self.folder.iterdir():  # delete files of an uncommitted flush, which are not part of the trace
-            if PART.fullmatch(file.name.removesuffix(".tmp")) and file.name not in named:
+        for file in self.folder.iterdir():
+            name = file.name.removesuffix(".tmp")
+            if (name in FINAL or PART.fullmatch(name)) and file.name not in named:
                 file.unlink()
+
+    @contextmanager
+    def _ended_by_errors(self) -> Iterator[None]:
+        """End the recording if it cannot be written: what was committed stays, and no folder without requests."""
+        committed = list(self._entries)
+        try:
+            with naming(self.folder):
+                yield
+        except OSError:
+            self._entries, self._parts, self._closed = committed, [], True
+            self._sweep()
+            if not committed:
+                (self.folder / "meta.json").unlink(missing_ok=True)
+                self.folder.rmdir()
+            self._unlock()
+            raise
 
     def append(
         self,
@@ -152,8 +174,9 @@ class ActivationWriter(AbstractContextManager["ActivationWriter"]):
             [Segment(offsets, tokens, None, None) for tokens, offsets, _ in self._parts],
             concat_requests([table for _, _, table in self._parts]),
         )
-        self._entries.append(self._write_segment(trace, *names))
-        self._commit()
+        with self._ended_by_errors():
+            self._entries.append(self._write_segment(trace, *names))
+            self._commit()
         self._parts, self._pending_tokens = [], 0
 
     def _write_segment(self, trace: SegmentedTrace, activations: str, requests: str) -> dict[str, Any]:
@@ -180,8 +203,9 @@ class ActivationWriter(AbstractContextManager["ActivationWriter"]):
         self._closed = True
         trace = SegmentedTrace.open(self.folder) if self._entries else SegmentedTrace.empty(self.meta)
         parts = [part[kind] for part in self._entries for kind in ("activations", "requests")]
-        self._entries = [self._write_segment(trace, *FINAL)]
-        self._commit()
+        with self._ended_by_errors():
+            self._entries = [self._write_segment(trace, *FINAL)]
+            self._commit()
         for name in parts:
             (self.folder / name).unlink()
         self._unlock()

@@ -68,6 +68,16 @@ def value_errors(path: str | Path, field: str, keys_of: str = "") -> Iterator[No
 
 
 @contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the path in an OSError that names none, as that of a full disk does."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+@contextmanager
 def replaced(path: Path, part: str | None = None) -> Iterator[BinaryIO]:
     """Open a file beside `path` that replaces it once it is written and on disk; an error leaves `path` as it was.
 
@@ -75,7 +85,7 @@ def replaced(path: Path, part: str | None = None) -> Iterator[BinaryIO]:
     """
     tmp = path.with_name(part or f"{path.name}.tmp")
     try:
-        with tmp.open("wb") as stream:
+        with naming(path), tmp.open("wb") as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
@@ -214,8 +224,12 @@ class ArrayFileWriter(AbstractContextManager["ArrayFileWriter"]):
         self._rows = dict.fromkeys(header, 0)
         self._tmp = path.with_name(path.name + ".tmp")
         self._file = os.open(self._tmp, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-        os.pwrite(self._file, len(text).to_bytes(8, "little") + text, 0)
-        os.ftruncate(self._file, 8 + len(text) + at)
+        try:
+            os.pwrite(self._file, len(text).to_bytes(8, "little") + text, 0)
+            os.ftruncate(self._file, 8 + len(text) + at)
+        except OSError:
+            self._close()
+            raise
 
     def append(self, name: str, rows: NDArray[Any]) -> None:
         """Write the next rows of an array, after those appended before."""
@@ -236,14 +250,19 @@ class ArrayFileWriter(AbstractContextManager["ArrayFileWriter"]):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         missing = [name for name, spec in self.specs.items() if self._rows[name] != spec.shape[0]]
-        if kind is None and not missing:
-            os.fsync(self._file)
-            self._tmp.replace(self.path)
-        os.close(self._file)
-        self._tmp.unlink(missing_ok=True)
+        try:
+            if kind is None and not missing:
+                os.fsync(self._file)
+                self._tmp.replace(self.path)
+        finally:
+            self._close()
         if kind is None and missing:
             rows = f"{self._rows[missing[0]]} of {self.specs[missing[0]].shape[0]}"
             raise TraceError(self.path, missing[0], f"has {rows} rows")
+
+    def _close(self) -> None:
+        os.close(self._file)
+        self._tmp.unlink(missing_ok=True)
 
 
 def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:

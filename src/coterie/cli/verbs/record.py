@@ -116,7 +116,7 @@ def record_command(
                 checkpoint = tiny_model_path() if model == TINY and not Path(TINY).is_dir() else Path(model)
                 done = record(checkpoint, texts, output, settings, resume=resume, on_progress=report)
                 trace, counts = done.trace, {"kept": done.kept}
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, OSError):  # the latter of a full disk
         _print_kept(output, engine)
         raise
     summary = {"engine": engine, **trace_summary(output, trace), **counts, "wall_s": time.perf_counter() - started}
@@ -169,6 +169,6 @@ def _print_kept(output: Path, engine: str) -> None:
     try:
         kept = ActivationTrace.open(output).num_requests
     except (TraceError, OSError):
-        return  # interrupted before anything was written
+        return  # ended before anything was written
     on = "; repeat the command with --resume to continue" if engine == "transformers" else ""
     err.print(escape(f"{output} holds {kept} requests{on}"), highlight=False, soft_wrap=True)
