@@ -9,7 +9,7 @@ ROWS = [
     DemoRow("join_shortest_queue", 14.70, 0.0, (-3.0, 3.0), 4.26, 5.4, [24, 26, 24]),
     DemoRow("latency_aware", 13.14, 10.6, (5.2, 14.4), 4.01, 5.3, [19, 23, 32]),
 ]
-CPU = CpuStep(13.0, 0.27, (0.08, 0.43))
+CPU = CpuStep(13.0, 0.27, (0.08, 0.43), 20.4)
 RESULT = DemoResult(
     rows=ROWS,
     cpu=CPU,

@@ -249,7 +249,7 @@ class DemoRow(NamedTuple):
 
 
 class CpuStep(NamedTuple):
-    """Measured CPU time of a decode step on this machine. No router's alone: other work moves a run by up to 20%."""
+    """Measured CPU time of a decode step on this machine: of all runs, since other work moves each run's."""
 
     step_ms: float
     """Of the step that a token is in, mean over tokens and runs."""
@@ -257,6 +257,8 @@ class CpuStep(NamedTuple):
     """Of one more distinct expert in every layer, at the same number of rows."""
     interval_ms: tuple[float, float]
     """95% interval of `expert_ms`."""
+    spread_pct: float
+    """By how much the steps of the slowest run take longer than those of the fastest, percent."""
 
 
 class DemoResult(NamedTuple):
@@ -413,8 +415,9 @@ def _rows(result: LoopResult, seed: int) -> list[DemoRow]:
 
 def _cpu(result: LoopResult, seed: int) -> CpuStep:
     expert, low, high = result.cpu_s_an_expert(np.random.default_rng(seed))
-    step_ms = 1e3 * float(np.mean([run.step_s for run in result.runs]))
-    return CpuStep(step_ms, 1e3 * expert, (1e3 * (low or 0.0), 1e3 * (high or 0.0)))
+    by_run = [run.step_s for run in result.runs]
+    spread_pct = 100 * (max(by_run) / min(by_run) - 1)
+    return CpuStep(1e3 * float(np.mean(by_run)), 1e3 * expert, (1e3 * low, 1e3 * high), spread_pct)
 
 
 OPENINGS = {
@@ -453,7 +456,7 @@ def _on_this_cpu(more: float, cpu: CpuStep) -> str:
     each = f"{cpu.expert_ms:.2f} ms (95% {low:.2f} to {high:.2f})"
     return (
         f"on this CPU one expert is {each} of a step of {cpu.step_ms:.1f} ms, so {abs(more):.1f} "
-        f"{'more' if more > 0 else 'fewer'} are {percent:.1f}%, less than two runs differ by"
+        f"{'more' if more > 0 else 'fewer'} are {percent:.1f}%; runs differ by {cpu.spread_pct:.0f}%"
     )
 
 

@@ -13,7 +13,6 @@ from coterie.costs.step import Batch, StepModel
 from coterie.footprints import footprint
 from coterie.footprints.positions import DISTINCT, ROWS, SECONDS
 from coterie.routing import RouterFit
-from coterie.types import Interval
 from coterie.wire.expert_events import RequestExperts
 
 REFERENCE_SHAPE = "gpt-oss-20b"
@@ -120,8 +119,8 @@ class LoopResult(NamedTuple):
         low, high = np.percentile(100 * (1 - other[1:] / first[1:]), [2.5, 97.5])
         return float(100 * (1 - other[0] / first[0])), float(low), float(high)
 
-    def cpu_s_an_expert(self, rng: np.random.Generator) -> Interval:
-        """Return the CPU seconds that one more distinct expert of each layer adds to a step of as many rows.
+    def cpu_s_an_expert(self, rng: np.random.Generator) -> tuple[float, float, float]:
+        """Return the CPU seconds that one more distinct expert of each layer adds to a step, with low and high.
 
         Least squares over all steps, with a constant for each run: between runs, other work on the machine moves CPU
         time by up to 20%, more than any router does. The interval is a bootstrap over blocks, as in `like_with_like`.
@@ -136,7 +135,7 @@ class LoopResult(NamedTuple):
         both = _drawn(np.array(sums), rng)
         seconds = (np.linalg.pinv(both[:, :, :-1], hermitian=True) @ both[:, :, -1:])[:, -1, 0]
         low, high = np.percentile(seconds[1:], [2.5, 97.5])
-        return Interval(float(seconds[0]), float(low), float(high))
+        return float(seconds[0]), float(low), float(high)
 
     def _ratios(self, run: RouterRun, rng: np.random.Generator) -> NDArray[np.float64]:
         """Return ratios of distinct experts per token to the number expected in steps of random requests.
