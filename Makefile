@@ -18,7 +18,7 @@ PIP := -m pip install -qq --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install test coverage test-lab test-engines test-scale test-long run lint docs bench clean
+.PHONY: help install test coverage test-lab test-engines test-scale test-long-plain test-long run lint docs bench clean
 
 help: ## List the goals
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 16
@@ -46,8 +46,10 @@ test-engines: $(ENGINES)/.installed ## Run the tests that need torch or start vL
 test-scale: $(SCALE)/.installed ## Run the tests with other serving stacks, such as Envoy, in an environment of their own
 	OMP_NUM_THREADS=1 $(SCALE)/bin/python -m pytest tests/scale -m "scale and not long"
 
-test-long: $(VENV)/.installed $(ENGINES)/.installed $(SCALE)/.installed ## Run the tests that take minutes, of real engines among them
-	$(TEST) -m "long and not vllm"
+test-long-plain: $(VENV)/.warmed ## Run the tests that take minutes and need neither the lab nor an engine or a serving stack
+	$(TEST) -m "long and not vllm and not scale"
+
+test-long: test-long-plain $(ENGINES)/.installed $(SCALE)/.installed ## Run all tests that take minutes, of real engines among them
 	cd lab && $(TEST_LAB) -m "long and not vllm"
 	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -m "long and vllm"
 	OMP_NUM_THREADS=1 $(SCALE)/bin/python -m pytest tests/scale -m "long and scale"
