@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +84,7 @@ def plan(
         load = Load.of_scenarios(sample) if sample.ndim == 3 else Load(sample)
     if current is None:
         current = Placement.linear(load.num_layers, load.num_experts, topology.num_ranks)
-    objective = Objective.of(replace(model, topology=topology), tokens, movement, horizon=horizon)
+    objective = Objective.of(model.on(topology), tokens, movement, horizon=horizon)
     return planners.make(planner, {"objective": objective}, **settings).plan(load, topology, current)
 
 

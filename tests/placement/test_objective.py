@@ -13,6 +13,7 @@ from numpy.random import default_rng
 
 from coterie.costs.exchange import row_trips_s
 from coterie.costs.presets import step_model
+from coterie.costs.step import PlacedStepModel
 from coterie.errors import ConfigError
 from coterie.models import get_model
 from coterie.placement.base import HOST, Load
@@ -302,3 +303,29 @@ def test_a_matrix_of_the_links_by_node_changes_nothing(ranks_per_node: int) -> N
     assert np.array_equal(one.source, other.source)
     assert np.array_equal(one.load_in, other.load_in)
     assert np.array_equal(one.unit, other.unit)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "tokens"),
+    [("glm-5.2", 8, 64), ("glm-5.2", 8, 8192), ("deepseek-v3", 32, 8192), ("gpt-oss-20b", 8, 64)],
+)
+def test_the_exchange_costs_what_it_costs_in_a_step(name: str, ranks: int, tokens: int) -> None:
+    """Latency and price of a row are those of the step model's layer, around the mean rows of a rank."""
+    model = step_model(get_model(name), "h200", topology=Topology(ranks))
+    spec, objective = model.spec, Objective.of(model, tokens)
+    current = Placement.linear(1, spec.num_experts, ranks)
+    load = Load(np.full((1, spec.num_experts), tokens * spec.top_k / spec.num_experts))
+    with_rows, without = (
+        replace(objective, row_bytes=row_bytes).problem(load, model.topology, current)
+        for row_bytes in (objective.row_bytes, 0.0)
+    )
+    row_s = (with_rows.unit - without.unit) / load.tokens[:, None]
+    placed = PlacedStepModel(replace(model, spec=replace(spec, num_layers=spec.first_moe_layer + 1)), current)
+    even = tokens * spec.top_k // ranks
+    for rows in (even, even + even // 100):
+        of_slots = np.zeros((1, spec.num_experts), np.int64)
+        of_slots[0, 0] = rows
+        step_s = 1e-6 * placed.layers_us(of_slots, np.full(ranks, tokens // ranks))[1, 0]
+        assert objective.fixed_s + rows * row_s[0] == pytest.approx(np.full((ranks, spec.num_experts), step_s))
+    saved = with_rows.slowest_s(current.slot_experts) - without.slowest_s(current.slot_experts)
+    assert saved[0] == pytest.approx(step_s, rel=0.011), "with the latency"

@@ -156,9 +156,28 @@ def row_us(spec: ModelSpec, link: Link, bytes_per_value: float = BYTES_PER_VALUE
     return 1e6 * spec.hidden_size * bytes_per_value / link.bytes_per_s
 
 
+class ArrivalLine(NamedTuple):
+    """A layer's exchange as a straight line in the rows of the busiest rank."""
+
+    fixed_s: float
+    row_s: float
+
+    @classmethod
+    def of(cls, spec: ModelSpec, topology: Topology, rows: float) -> ArrivalLine:
+        """Return the line that touches :func:`exchange_us` at `rows` token-and-expert pairs on the busiest rank."""
+        links = arrival_links(spec, topology)
+        whole, step = exchange_us(links, rows), 1e-3 * rows
+        slope = (exchange_us(links, rows + step) - whole) / step
+        return cls(1e-6 * (whole - slope * rows), 1e-6 * slope)
+
+
 def row_trips_s(topology: Topology, row_bytes: float) -> Array:
-    """Return [source, rank] seconds to send a row to a rank and back, without latency."""
-    byte_s = 1 / topology.rates
+    """Return [source, rank] seconds to send a row to a rank and back, without latency, as measured where it was."""
+    rates = topology.rates
+    if topology.exchange is not None and not topology.bytes_per_s:
+        near, far, _ = topology.exchange
+        rates = np.where(topology.near, near.bytes_per_s, far.bytes_per_s)
+    byte_s = 1 / rates
     np.fill_diagonal(byte_s, 0.0)
     return np.asarray(row_bytes * (byte_s + byte_s.T))
 

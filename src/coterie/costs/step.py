@@ -10,7 +10,7 @@ all-to-all with compute. All are off by default.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -139,6 +139,12 @@ class StepModel:
         priced = f"prices are of kernels of {self.kernels}{nearest}."
         said = f"{self.spec.name} in {self.dtype} was not run in an engine here: {priced}"
         return "" if self.rest else said
+
+    def on(self, topology: Topology) -> StepModel:
+        """Return the model on other ranks. Ranks with the same links exchange rows as fast as measured for these."""
+        same = (topology.intra, topology.inter) == (self.topology.intra, self.topology.inter)
+        exchange = topology.exchange or (self.topology.exchange if same else None)
+        return replace(self, topology=replace(topology, exchange=exchange))
 
     def expert_prices(self) -> NDArray[np.float64]:
         """Return [31] prices of this model's experts, for :func:`~coterie.costs.experts.rank_us`."""

@@ -157,7 +157,7 @@ def make_plan(options: PlanOptions, report: Report = lambda *_: None) -> Planned
     settings = {name: value for name, value in asked.items() if value is not None}
     check_tables(options.tables, load.learned)
     learned = {} if load.learned is None else load.learned.offers()
-    pricing = Pricing(model, topology, load.tokens, settings, options.movement, load.steps, learned)
+    pricing = Pricing(model, model.topology, load.tokens, settings, options.movement, load.steps, learned)
     in_order = _in_order(load, topology)
     start = given or Placed(Placement.linear(len(load.tokens), load.spec.num_experts, options.ranks, slots))
     asking = _Round(options, load, pricing, given or in_order or start, start, _layers_done(report, load.layer_ids))

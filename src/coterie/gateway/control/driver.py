@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -346,7 +346,7 @@ def advisor_of(asked: AdviseSection, shape: LoopShape, spec: RouterSpec) -> tupl
     """
     topology = Topology(asked.ranks, asked.ranks if asked.ranks_per_node is None else asked.ranks_per_node)
     name = asked.model or spec.model or shape.model
-    model = replace(step_model(get_model(name), asked.device, spec.dtype), topology=topology)
+    model = step_model(get_model(name), asked.device, spec.dtype, topology=topology)
     objective = Objective.of(model, asked.step_tokens, asked.movement, horizon=asked.horizon)
     slots = asked.slots_per_rank if asked.slots_per_rank is not None else -(-shape.num_experts // asked.ranks)
     placement = (

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coterie._numba import side_by_side
-from coterie.costs.exchange import BYTES_PER_VALUE, row_trips_s
+from coterie.costs.exchange import BYTES_PER_VALUE, ArrivalLine, row_trips_s
 from coterie.costs.lines import ExpertLine, slot_s
 from coterie.costs.movement import Movement, load_s, staged_exposed
 from coterie.costs.replicas import equal_shares
@@ -48,6 +48,8 @@ class Objective:
     possible."""
     move_price: float = 0.0
     """Cost of each move as a share of its link time, in addition to the movement time of the slowest rank."""
+    arrival: ArrivalLine | None = None
+    """The step model's exchange of a layer, for tokens spread over all ranks. None: rows take what their links take."""
 
     def __post_init__(self) -> None:
         check_not_negative(
@@ -72,13 +74,15 @@ class Objective:
         An expert's time is a straight line in its tokens, :class:`~coterie.costs.lines.ExpertLine`; the part of a step
         that does not depend on the experts' loads is left out.
         """
-        spec, line = model.spec, ExpertLine.of(model, tokens)
-        physics: dict[str, float] = {
+        spec, line, ranks = model.spec, ExpertLine.of(model, tokens), model.topology.num_ranks
+        physics: dict[str, Any] = {
             "row_s": line.row_s,
             "touch_s": line.touch_s,
-            "row_bytes": BYTES_PER_VALUE * spec.hidden_size if model.topology.num_ranks > 1 else 0.0,
+            "row_bytes": BYTES_PER_VALUE * spec.hidden_size if ranks > 1 else 0.0,
             "expert_bytes": spec.expert_bytes(model.dtype),
         }
+        if ranks > 1:
+            physics["arrival"] = ArrivalLine.of(spec, model.topology, max(1.0, tokens * spec.top_k / ranks))
         check_one_of(get_args(Movement), movement=movement)
         if movement == "staged" and "exposed" not in settings:
             physics["exposed"] = staged_exposed(model.contention, model.topology)
@@ -139,6 +143,11 @@ class Objective:
             steps=steps,
         )
 
+    @property
+    def fixed_s(self) -> float:
+        """Seconds of a layer that no placement changes: the part of the exchange that does not grow with rows."""
+        return self.arrival.fixed_s if self.arrival is not None and self.row_bytes else 0.0
+
     def link_s(self, topology: Topology) -> float:
         """Return the seconds to load an expert over the fastest link."""
         return float(load_s(topology, self.expert_bytes).min())
@@ -147,10 +156,13 @@ class Objective:
         """Return the seconds to send an expert's tokens to a rank and back.
 
         If sources are known: seconds for all tokens of an expert [rank, layer, expert], and zeros. Otherwise: an empty
-        array, and seconds [rank] for one token from a random rank.
+        array, and seconds [rank] for one token from a random rank. Rows that come from all ranks alike take what
+        `arrival` says, and others that multiple of it which their links give; a matrix of links is taken as it is.
         """
         per_row = row_trips_s(topology, self.row_bytes)  # [source, rank]
         alive = topology.rank_speeds > 0
+        if self.arrival is not None and per_row.any() and not topology.bytes_per_s:
+            per_row *= self.arrival.row_s / per_row[np.ix_(alive, alive)].mean()
         if load.sources is None or not self.row_bytes:
             return np.empty((0, 1, 0)), per_row[alive].sum(axis=0) / alive.sum()
         known = np.tensordot(per_row.T, load.sources / load.steps, (1, 0))
@@ -256,10 +268,10 @@ class Problem:
     ) -> Array:
         """Return the seconds [layer] of the slowest rank, expected over the scenarios.
 
-        `per_step` chooses the optimal shares in every scenario; `shares` then apply to the mean step only. It has no
-        effect without scenarios. `balanced` and `score` use it in the same way.
+        The exchange's latency is included. `per_step` chooses the optimal shares in every scenario; `shares` then apply
+        to the mean step only. It has no effect without scenarios. `balanced` and `score` use it in the same way.
         """
-        return self._slowest_s(self._assess(slot_experts, shares, per_step))
+        return self._slowest_s(self._assess(slot_experts, shares, per_step)) + self.objective.fixed_s
 
     def balanced(
         self, slot_experts: NDArray[np.integer], shares: Array | None = None, *, per_step: bool = False
@@ -328,8 +340,8 @@ class Problem:
             placement=placement,
             shares=self.equal_shares(settled) if given is None else given,
             split=split,
-            before_s=float(before.processing_s.sum()),
-            after_s=float(after.processing_s.sum()),
+            before_s=float((before.processing_s + self.objective.fixed_s).sum()),
+            after_s=float((after.processing_s + self.objective.fixed_s).sum()),
             moves=self.moves(settled),
             movement_s=float(after.movement_s.sum()),
             planning_s=planning_s,
