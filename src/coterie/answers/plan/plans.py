@@ -25,6 +25,7 @@ from coterie.costs.presets import load_preset, step_model
 from coterie.errors import ConfigError, check, check_one_of, check_positive, refuse
 from coterie.placement import Load, Objective, PlacementMap, Plan, Planner, Problem, planners, read_map
 from coterie.placement.base import Progress, SearchProgress
+from coterie.placement.maps.targets import Target
 from coterie.registry import Offers
 from coterie.types import Placement, Topology, WeightDtype
 from coterie.units import parse_speeds
@@ -77,6 +78,20 @@ class PlanOptions:
     """Items that planners which place experts beside them learn from."""
     tables: Path | None = None
     """Folder to write tables of the trace to."""
+    to: str | None = None
+    """Engine that will execute the plan, as a map format; None for one that executes the split, whichever it is."""
+
+    @property
+    def target(self) -> Target | None:
+        return None if self.to is None else Target.parse(self.to)
+
+    @property
+    def planned_split(self) -> str | None:
+        """Split to plan for: the asked one, or the one that the engine executes; None for the planner's own."""
+        target, has_split = self.target, "split" in planners.parameters(self.planner)
+        if self.split is None and target is not None and has_split:
+            return target.engine.splits[0]
+        return self.split
 
 
 class BatchRow(NamedTuple):
@@ -123,13 +138,12 @@ class Planned:
     @property
     def map(self) -> PlacementMap:
         """Placement to write, with the shares of replicas if they are not equal."""
-        placed = Placed.of(self.plan)
-        shares = None if placed.shares is None else self.plan.shares
-        return PlacementMap(placed.placement, self.load.spec.name, self.load.layer_ids, shares)
+        shares = None if self.plan.split == "equal" else self.plan.shares
+        return PlacementMap(self.plan.placement, self.load.spec.name, self.load.layer_ids, shares)
 
     def both(self, price: Callable[[int, Placed], T]) -> tuple[T, T]:
         """Return a price of the current placement and of the planned one, on the load that the plan was made for."""
-        after = Placed.of(self.plan)._replace(resplit=False)  # the shares are already solved for this load
+        after = self.pricing.placed(self.plan)._replace(resplit=False)  # the shares are already solved for this load
         return price(self.options.batch, self.now), price(self.options.batch, after)
 
 
@@ -157,7 +171,9 @@ def make_plan(options: PlanOptions, report: Report = lambda *_: None) -> Planned
     settings = {name: value for name, value in asked.items() if value is not None}
     check_tables(options.tables, load.learned)
     learned = {} if load.learned is None else load.learned.offers()
-    pricing = Pricing(model, model.topology, load.tokens, settings, options.movement, load.steps, learned)
+    pricing = Pricing(
+        model, model.topology, load.tokens, settings, options.movement, load.steps, learned, options.target
+    )
     in_order = _in_order(load, topology)
     start = given or Placed(Placement.linear(len(load.tokens), load.spec.num_experts, options.ranks, slots))
     asking = _Round(options, load, pricing, given or in_order or start, start, _layers_done(report, load.layer_ids))
@@ -206,7 +222,10 @@ class _Round:
     def plan(self, on: Pricing, batch: int, begin: Placed) -> Plan:
         shares = () if begin.shares is None else (begin.shares,)
         planner = self._planner(batch, on.learned)
-        return planner.plan(on.load(batch), on.topology, begin.placement, *shares)
+        plan = planner.plan(on.load(batch), on.topology, begin.placement, *shares)
+        if on.target is not None:  # the planner's own setting, or the shares in force, may be another split
+            on.target.check_split(plan.split)
+        return plan
 
     def warm_up(self) -> None:
         """Plan one empty layer, so that the planning time does not include compiling or loading machine code."""
@@ -221,7 +240,7 @@ class _Round:
         """Score plans made on one part of the load on the other part; if the load is not divided, only locality."""
         batch = self.options.batch
         if self.load.parts is None:
-            return None, [], self._locality(Placed.of(plan), self.load.learned, held_out=False)
+            return None, [], self._locality(self.pricing.placed(plan), self.load.learned, held_out=False)
         score = Scoring(self.load.parts, self.pricing, batch, self.now, lambda on, begin: self.plan(on, batch, begin))
         made, mean = score.of_part(plan, self.start), score.for_the_mean(self.start)
         beside = None if no_spare is None or in_order is None else score.of_part(no_spare, in_order)
@@ -250,12 +269,12 @@ class _Round:
                 BatchRow(
                     tokens=tokens,
                     now_s=price.step_s(tokens, self.now),
-                    after_s=price.step_s(tokens, Placed.of(plan)),
-                    replanned_gain_pct=None if made is None else price.gain_pct(tokens, self.now, Placed.of(made)),
+                    after_s=price.step_s(tokens, price.placed(plan)),
+                    replanned_gain_pct=None if made is None else price.gain_pct(tokens, self.now, price.placed(made)),
                     kept=None if made is None else made.skip_reason is not None,
                     no_spare_gain_pct=None
                     if no_spare is None
-                    else price.gain_pct(tokens, self.now, Placed.of(no_spare)),
+                    else price.gain_pct(tokens, self.now, price.placed(no_spare)),
                 )
             )
         return rows
@@ -284,6 +303,8 @@ def _check(options: PlanOptions) -> None:
     check_one_of(get_args(ItemKind), items=options.items)
     check_positive(memory=options.memory_gb)
     planners.check(options.planner)
+    if options.target is not None and options.split is not None:
+        options.target.check_split(options.split)
     load_preset(options.preset)
 
 
@@ -341,7 +362,7 @@ def _planner(
     options: PlanOptions, objective: Objective, progress: Progress, learned: Mapping[str, Callable[[], Any]]
 ) -> Planner:
     known = planners.parameters(options.planner)
-    asked = {"split": options.split, "max_moves": options.max_moves, "time_limit_s": options.time_limit}
+    asked = {"split": options.planned_split, "max_moves": options.max_moves, "time_limit_s": options.time_limit}
     given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     for name in given:
         if name not in known:

@@ -17,6 +17,7 @@ from coterie.answers.plan.samples import Sample
 from coterie.costs.movement import Movement
 from coterie.costs.step import StepModel
 from coterie.placement import Load, Objective, Plan, Problem
+from coterie.placement.maps.targets import Target
 from coterie.types import Placement, Topology
 
 
@@ -30,8 +31,14 @@ class Placed(NamedTuple):
     """Whether shares are computed anew for every load (split "optimal")."""
 
     @classmethod
-    def of(cls, plan: Plan) -> Placed:
-        return cls(plan.placement, None if plan.split == "equal" else plan.shares, plan.split == "optimal")
+    def of(cls, plan: Plan, target: Target | None = None, topology: Topology | None = None) -> Placed:
+        """Return the plan as `target` executes it on the ranks of `topology`; None: with the plan's own shares."""
+        shares = plan.shares
+        if target is not None and topology is not None:
+            shares = target.executed(plan.placement, topology, shares)
+        if shares is plan.shares and plan.split == "equal":
+            return cls(plan.placement)
+        return cls(plan.placement, shares, plan.split == "optimal")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +57,12 @@ class Pricing:
     """Single steps, over which times and balancedness are averaged; None prices the mean step."""
     learned: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     """Functions that return what planners may learn from the requests of the load, by the parameter's name."""
+    target: Target | None = None
+    """Engine that executes plans; None for one that takes any shares."""
+
+    def placed(self, plan: Plan) -> Placed:
+        """Return a plan as the engine executes it."""
+        return Placed.of(plan, self.target, self.topology)
 
     def load(self, batch: int) -> Load:
         if self.steps is not None:
@@ -147,14 +160,14 @@ class Scoring:
     def of_part(self, whole: Plan, begin: Placed) -> Placed:
         """Plan on the part to plan on; `whole` itself if it is scored on windows outside of its load."""
         if self.parts.planned is None:
-            return Placed.of(whole)
-        return Placed.of(self.plan(replace(self._part(), steps=self.parts.planned_steps), begin))
+            return self.pricing.placed(whole)
+        return self.pricing.placed(self.plan(replace(self._part(), steps=self.parts.planned_steps), begin))
 
     def for_the_mean(self, begin: Placed) -> Placed | None:
         """Plan for the mean step of the part to plan on; None if plans are not for single steps."""
         if self.parts.planned is None or self.parts.planned_steps is None:
             return None
-        return Placed.of(self.plan(replace(self._part(), steps=None), begin))
+        return self.pricing.placed(self.plan(replace(self._part(), steps=None), begin))
 
     def _part(self) -> Pricing:
         """Return the pricing of the part to plan on."""

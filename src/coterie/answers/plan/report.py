@@ -17,6 +17,7 @@ from coterie.costs.cells import preset_names
 from coterie.costs.movement import staged_exposed
 from coterie.models import models
 from coterie.placement import HOST, Plan
+from coterie.placement.maps.targets import executors
 from coterie.types import Interval, Topology
 from coterie.units import counted
 
@@ -32,6 +33,7 @@ MEMORY = (
     "replica_kv_tokens",
 )
 """Fields of the memory of a rank in the report."""
+SHARING = {"equal": "equally", "weighted": "by weights", "optimal": "by the best split of each load"}
 TIME, NOW = "the MoE layers' time", "the placement that runs now"
 
 
@@ -54,6 +56,7 @@ def summary(planned: Planned) -> dict[str, Any]:
         "measured": pricing.model.measured,
         "planner": options.planner,
         "split": plan.split,
+        "to": options.to,
         "layers": placement.num_layers,
         "experts": placement.num_experts,
         "slots": placement.num_slots,
@@ -165,7 +168,7 @@ def plan_verdict(planned: Planned, found: dict[str, Any]) -> str:
     """Say whether the plan pays, at which batch size, and how certain that is; then what is local under it."""
     where = (
         f"for {found['model']} in {found['dtype']} on {counted(found['ranks'], 'rank')} of {found['preset']}, "
-        f"{found['batch']:,} tokens a step"
+        f"{found['batch']:,} tokens a step{_sharing(planned)}"
     )
     held, plain, steps = found["held_out"], found["no_spare"], found["break_even_steps"]
     sure = "on load planned on (nothing is held out" if held is None else "on load not planned on (one split"
@@ -187,6 +190,16 @@ def plan_verdict(planned: Planned, found: dict[str, Any]) -> str:
     return said + _local(planned.locality, found["ranks"])
 
 
+def _sharing(planned: Planned) -> str:
+    """Say how replicas share tokens in this plan, and in which engines; empty without spare slots."""
+    split, target = planned.plan.split, planned.pricing.target
+    if planned.plan.placement.num_slots == planned.plan.placement.num_experts:
+        return ""
+    if target is not None:
+        return f", replicas sharing tokens as in {target.engine.name}"
+    return f", replicas sharing tokens {SHARING[split]} ({', '.join(executors(split))})"
+
+
 def next_command(planned: Planned, found: dict[str, Any]) -> str:
     """Return the next command to run."""
     options, local = planned.options, planned.locality
@@ -196,12 +209,14 @@ def next_command(planned: Planned, found: dict[str, Any]) -> str:
         tables = " --tables tables" if planned.load.learned is not None and planned.load.learned.has_tokens else ""
         return f"{command(options, tables=None)} -o placement.json{tables}"
     if _spare_slots_cost(found):
-        return f"{command(options, slots=None, split=None, current=None)} --to vllm -o placement.json"
+        to = {} if options.to else {"to": "vllm"}
+        return f"{command(options, slots=None, split=None, current=None, **to)} -o placement.json"
     steps = found["break_even_steps"]
     if _expected(found) >= WORTH_PCT and steps is not None and steps <= found["horizon"]:
         if "written" in found:
             return _load_it(planned, found)
-        return f"{command(options)} --to {'vllm' if found['split'] == 'equal' else 'native'} -o placement.json"
+        to = {} if options.to else {"to": "vllm" if found["split"] == "equal" else "native"}
+        return f"{command(options, **to)} -o placement.json"
     best = max(planned.batches, key=_best_gain)
     if found["gain_pct"] < WORTH_PCT <= _best_gain(best) and best.tokens != options.batch:
         return command(options, batch=best.tokens)
@@ -224,8 +239,16 @@ def _load_it(planned: Planned, found: dict[str, Any]) -> str:
         spare = found["slots"] - found["experts"]
         slots = f" --eplb-config {shlex.quote(json.dumps({'num_redundant_experts': spare}))}" if spare else ""
         return f"COTERIE_EPLB={setting} vllm serve MODEL --enable-expert-parallel --enable-eplb{slots}"
-    if found["format"] == "sglang":
-        return f"python -m sglang.launch_server --model-path MODEL --init-expert-location {file}"
+    target = planned.pricing.target
+    if found["format"] == "sglang" and target is not None:
+        spare, a2a = found["slots"] - found["experts"], target.settings.get("a2a", "none")
+        flags = f" --moe-a2a-backend {a2a}" if a2a != "none" else ""
+        if spare:
+            flags += f" --ep-num-redundant-experts {spare} --ep-dispatch-algorithm dynamic"
+        return (
+            f"python -m sglang.launch_server --model-path MODEL --ep-size {options.ranks} --init-expert-location {file}"
+            f"{flags}"
+        )
     load = shlex.quote(str(options.load))
     return f"coterie place inspect {file} --model {found['model']} --ranks {options.ranks} --load {load}"
 

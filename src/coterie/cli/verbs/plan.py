@@ -170,11 +170,20 @@ def plan_command(
         str | None, typer.Option("--from", help="Format of the load; detected from the file by default.")
     ] = None,
     to: Annotated[
-        str, typer.Option("--to", help="Format to write: sglang, vllm, tensorrt-llm, ascend or native.")
-    ] = "native",
+        str | None,
+        typer.Option(
+            "--to",
+            help="Engine that runs the plan, and format to write: vllm, sglang, sglang-das, tensorrt-llm, ascend, or "
+            "native for Coterie's own. Replicas then share tokens as that engine does. What SGLang does depends on "
+            "sglang:version=0.5.23,a2a=deepep,runner=triton. Default: native, for any split.",
+        ),
+    ] = None,
     out_file: Annotated[
         Path | None, typer.Option("-o", "--out", help="File to write the placement to; it must not exist.")
     ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write a file with which the engine of --to may compute other outputs.")
+    ] = False,
     tables: Annotated[
         Path | None,
         typer.Option(
@@ -200,12 +209,14 @@ def plan_command(
     from coterie.answers.plan.report import next_command, plan_verdict, summary
     from coterie.answers.plan.samples import Sampling
     from coterie.placement.maps.formats import check_map_target, map_formats, write_map
+    from coterie.placement.maps.targets import Target
     from coterie.placement.scenarios import save_scenarios as write_scenarios
 
+    format = to or "native"
     if out_file is None:
-        map_formats[to]  # raise for an unknown name before the work
+        map_formats[Target.parse(format).format]  # raise for an unknown name before the work
     else:
-        check_map_target(out_file, to)
+        check_map_target(out_file, format)
     check_new_file(save_scenarios)
     check(
         save_scenarios is None or requests is not None or over is not None,
@@ -236,6 +247,7 @@ def plan_command(
         sampling=Sampling(requests, cast("Brought | None", phase), bursts, cast("Over | None", over), steps),
         items=cast("ItemKind", items),
         tables=tables,
+        to=to,
     )
     if latency:
         check_moving(ranks, speeds)
@@ -245,8 +257,9 @@ def plan_command(
         if latency:
             found["while_moving"] = [row._asdict() for row in latency_while_moving(planned, report)]
     if out_file is not None:
-        written = write_map(out_file, planned.map, to)
-        found |= {"written": str(out_file), "format": to, "left_out": list(written.left_out)}
+        written = write_map(out_file, planned.map, format, force=force)
+        found |= {"written": str(out_file), "format": written.format, "left_out": list(written.left_out)}
+        found |= {"note": Target.parse(format).engine.note}
     if tables is not None and planned.load.learned is not None:
         found |= {"tables": [str(file) for file in write_tables(tables, planned.load.learned, planned.map.placement)]}
     if save_scenarios is not None:
@@ -443,9 +456,8 @@ def _print_moves(found: dict[str, Any]) -> None:
     lines.append(f"planning took {shown_s(found['planning_s'])}")
     if "written" in found:
         what = " (the current placement)" if found["keep"] else ""
-        left = [name for name in found["left_out"] if name == "shares"]
-        note = f"; {found['format']} cannot store shares: the engine splits tokens its own way" if left else ""
-        lines.append(f"Written: {found['written']}, {found['format']}{what}{note}")
+        lines.append(f"Written: {found['written']}, {found['format']}{what}")
+        lines += filter(None, [found["note"]])
     lines += [f"Table written: {file}" for file in found.get("tables", ())]
     if "scenarios" in found:
         lines.append(f"Steps written: {found['scenarios']}")

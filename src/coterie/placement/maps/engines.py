@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import yaml
+from numpy.typing import NDArray
 
-from coterie.errors import TraceError, check, check_file
+from coterie.costs.replicas import equal_shares
+from coterie.errors import ConfigError, TraceError, check, check_file
 from coterie.placement.maps.files import (
     MapOptions,
     PlacementMap,
@@ -26,19 +28,43 @@ from coterie.placement.maps.files import (
     rows_of,
     text_of,
 )
+from coterie.placement.maps.targets import far_shares
+from coterie.placement.maps.torch_file import torch_file
 from coterie.traces.readers.npz import read_placements
+from coterie.types import Placement
 
 
 def write_sglang(map: PlacementMap) -> str:
-    placement, (ids, spec) = map.placement, complete_layers("sglang", map)
+    return dump({"physical_to_logical_map": _all_layers("sglang", map)[0].tolist()})
+
+
+def write_sglang_das(map: PlacementMap) -> bytes:
+    """Return a torch file with the map and, for each slot, the probability that a rank without a replica picks it."""
+    placement = map.placement
+    rows, ids = _all_layers("sglang-das", map)
+    every = Placement(rows.astype(np.int32), placement.num_ranks, placement.num_experts)
+    shares = equal_shares(every.slot_experts, placement.num_experts, np.ones(placement.num_slots, np.bool_))
+    if map.shares is not None:
+        shares[ids] = map.shares
+    masses = far_shares(every, shares).astype(np.float32)
+    return torch_file({"physical_to_logical_map": rows, "physical_mass": masses})
+
+
+def _all_layers(format: str, map: PlacementMap) -> tuple[NDArray[np.int64], list[int]]:
+    """Return a row of slots for every layer of the model, dense ones filled in order, and the rows of MoE layers."""
+    placement, (ids, spec) = map.placement, complete_layers(format, map)
     layers = placement.num_layers if spec is None else spec.num_layers
     check(
         spec is not None or ids == tuple(range(layers)),
-        f"sglang needs a row for every layer of the model, but model {map.model!r} is not known",
+        f"{format} needs a row for every layer of the model, but model {map.model!r} is not known",
     )
     filled = np.tile(np.arange(placement.num_slots) % placement.num_experts, (layers, 1))
     filled[list(ids)] = placement.slot_experts
-    return dump({"physical_to_logical_map": filled.tolist()})
+    return filled, list(ids)
+
+
+def read_sglang_das(path: Path, _: MapOptions) -> PlacementMap:
+    raise ConfigError(f"{path}: sglang-das files are only written; its map is that of the file for --to sglang")
 
 
 def read_sglang(path: Path, options: MapOptions) -> PlacementMap:

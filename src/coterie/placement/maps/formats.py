@@ -5,6 +5,8 @@
                   native, and physical_to_logical_map with one row per MoE layer
     sglang        JSON {"physical_to_logical_map": [[…]]} and no other key, one row per layer of the model. SGLang never
                   uses the rows of dense layers; they are written as 0, 1, 2, … and dropped if the model is known
+    sglang-das    torch file {"physical_to_logical_map" int64, "physical_mass" float32} [layer of the model, slot], with
+                  the probability that a rank without the expert sends its tokens to the slot; written only
     tensorrt-llm  YAML: num_slots, initial_global_assignments {layer of the model: [slots]}, layer_updates_per_iter
     ascend        JSON {"moe_layer_count", "layer_list": [{"layer_id", "device_count", "device_list": [{"device_id",
                   "device_expert"}]}]}; layer_id counts MoE layers from 0, as vllm-ascend's own scripts do
@@ -32,10 +34,12 @@ from coterie.placement.maps.engines import (
     read_ascend,
     read_rank_expert,
     read_sglang,
+    read_sglang_das,
     read_tensorrt,
     split_name,
     write_ascend,
     write_sglang,
+    write_sglang_das,
     write_tensorrt,
 )
 from coterie.placement.maps.files import (
@@ -52,7 +56,8 @@ from coterie.placement.maps.files import (
     rows_of,
     text_of,
 )
-from coterie.registry import Registry
+from coterie.placement.maps.targets import Target
+from coterie.registry import PolicyText, Registry
 from coterie.traces.store import new_path
 from coterie.traces.writers import Written
 from coterie.types import ModelSpec
@@ -67,7 +72,7 @@ class MapFormat:
     """A file format for placements."""
 
     read: Callable[[Path, MapOptions], PlacementMap]
-    write: Callable[[PlacementMap], str] | None
+    write: Callable[[PlacementMap], str | bytes] | None
     """Function that returns the text of the file; None if the format is read-only."""
     sniff: Callable[[Any], bool]
     """Function that tells whether a parsed JSON value, or the file's text if it is not JSON, looks like this format."""
@@ -101,15 +106,21 @@ def read_map(
     return map_formats[format or _detect(path)].read(path, options)
 
 
-def write_map(path: str | Path, map: PlacementMap, format: str = "native") -> Written:
-    """Write a placement to a new file. A crash leaves no partial file under that name."""
-    path = Path(path)
+def write_map(path: str | Path, map: PlacementMap, format: str = "native", *, force: bool = False) -> Written:
+    """Write a placement to a new file. A crash leaves no partial file under that name.
+
+    `format` may say which engine will load the file (``sglang:version=0.5.23``, see :class:`Target`). A file with which
+    that engine would compute other outputs is refused unless `force` is set.
+    """
+    path, target = Path(path), Target.parse(format)
     check_map_target(path, format)
-    writer = map_formats[format]
+    if not force:
+        target.check_outputs(map)
+    writer, format = map_formats[target.format], target.format
     assert writer.write is not None
     text = writer.write(map)
-    with new_path(path) as tmp, tmp.open("w", encoding="utf-8") as stream:
-        stream.write(text)
+    with new_path(path) as tmp, tmp.open("wb") as stream:
+        stream.write(text.encode() if isinstance(text, str) else text)
         stream.flush()
         os.fsync(stream.fileno())
     has = {"model": map.model != "unknown", "layer_ids": map.layer_ids is not None, "shares": map.shares is not None}
@@ -117,7 +128,7 @@ def write_map(path: str | Path, map: PlacementMap, format: str = "native") -> Wr
 
 
 def replace_map(path: str | Path, map: PlacementMap, format: str = "native") -> None:
-    """Write a placement to a file, replacing an existing file atomically."""
+    """Write a placement to a file as :func:`write_map` does, replacing an existing file atomically."""
     path = Path(path)
     fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
     fresh.unlink(missing_ok=True)
@@ -127,9 +138,10 @@ def replace_map(path: str | Path, map: PlacementMap, format: str = "native") -> 
 
 def check_map_target(path: Path, format: str) -> None:
     """Raise ConfigError unless the format can be written and the file does not exist yet."""
-    if map_formats[format].write is None:
+    name = PolicyText.parse(format).name
+    if map_formats[name].write is None:
         able = [name for name in map_formats if map_formats[name].write is not None]
-        raise ConfigError(f"map format {format!r} is only read; {', '.join(able)} are written")
+        raise ConfigError(f"map format {name!r} is only read; {', '.join(able)} are written")
     check_new_file(path)
 
 
@@ -246,6 +258,16 @@ map_formats.add(
         _has("physical_to_logical_map"),
         frozenset({"layer_ids"}),
         "JSON for SGLang's --init-expert-location",
+    ),
+)
+map_formats.add(
+    "sglang-das",
+    MapFormat(
+        read_sglang_das,
+        write_sglang_das,
+        lambda _: False,
+        frozenset({"layer_ids", "shares"}),
+        "torch file of replicas' probabilities for HYGON's sglang-das; written only",
     ),
 )
 map_formats.add(
