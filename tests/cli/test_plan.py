@@ -73,7 +73,7 @@ def test_json_holds_what_the_page_says(run: Run, load: Path) -> None:
     assert "written" not in found
 
 
-@pytest.mark.parametrize("to", ["sglang", "vllm", "tensorrt-llm", "ascend", "native"])
+@pytest.mark.parametrize("to", ["sglang:version=0.5.23,a2a=deepep", "vllm", "tensorrt-llm", "ascend", "native"])
 def test_what_is_written_is_the_next_current_and_is_kept(run: Run, load: Path, tmp_path: Path, to: str) -> None:
     first = tmp_path / "first"
     assert run("plan", load, *ASK, "--to", to, "-o", first).code == 0
@@ -216,7 +216,7 @@ def test_dense_layers(run: Run, tmp_path: Path) -> None:
             "--slots",
             72,
             "--to",
-            "sglang",
+            "sglang:version=0.5.23",
             "-o",
             tmp_path / f"{name}.json",
         )

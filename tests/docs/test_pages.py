@@ -89,6 +89,19 @@ def test_python_runs(page: str, need: str | None, tmp_path: Path, monkeypatch: p
     exec(code, module.__dict__)
 
 
+@pytest.mark.parametrize(
+    ("page", "checks"), [("docs/placement.md", "check_planner"), ("CONTRIBUTING.md", "check_router")]
+)
+def test_a_policy_of_ones_own_runs_when_copied(page: str, checks: str, tmp_path: Path) -> None:
+    """Without the blocks before it."""
+    (text,) = (block.text for block in blocks(page) if f"import {checks}" in block.text)
+    (tmp_path / "mine.py").write_text(text)
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", tmp_path / "mine.py"], capture_output=True, text=True, check=False
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     text = BLOCK.sub("", PAGES[page].read_text())

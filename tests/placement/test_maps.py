@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from coterie.types import Placement
 
 MODEL = get_model("deepseek-v2-lite")  # 27 layers, the first dense, 64 experts
 RANKS = 4
-WRITTEN = [name for name in map_formats if map_formats[name].write is not None]
+WRITTEN = [name for name in map_formats if map_formats[name].write is not None and name != "sglang-das"]
+"""Formats that are written and read."""
 CHECKED = ("native", "vllm")
 """Formats with a checksum."""
 
@@ -53,7 +55,7 @@ def same(a: PlacementMap, b: PlacementMap) -> bool:
 def test_what_is_written_reads_back(tmp_path: Path, format: str) -> None:
     for seed, shares in ((0, False), (1, True)):
         path, given_map = tmp_path / f"map{seed}", some_map(seed, shares)
-        written = write_map(path, given_map, format)
+        written = write_map(path, given_map, format, force=True)
         assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
         found = read_map(path, model=MODEL.name, num_ranks=RANKS)
         assert same(found, given_map)
@@ -68,7 +70,7 @@ def test_what_is_written_reads_back(tmp_path: Path, format: str) -> None:
 
 def test_own_formats_say_all_by_themselves(tmp_path: Path) -> None:
     for format in CHECKED:
-        write_map(tmp_path / format, some_map(), format)
+        write_map(tmp_path / format, some_map(), format, force=True)
         found = read_map(tmp_path / format)
         assert same(found, some_map())
         assert found.layer_ids == MODEL.moe_layer_ids
@@ -76,7 +78,7 @@ def test_own_formats_say_all_by_themselves(tmp_path: Path) -> None:
 
 def test_sglang_has_one_key_and_a_row_for_every_layer(tmp_path: Path) -> None:
     given_map = some_map()
-    write_map(tmp_path / "m", given_map, "sglang")
+    write_map(tmp_path / "m", given_map, "sglang:version=0.5.23")
     value = json.loads((tmp_path / "m").read_text())
     assert list(value) == ["physical_to_logical_map"]
     rows = np.array(value["physical_to_logical_map"])
@@ -194,7 +196,7 @@ def test_damage_is_named(tmp_path: Path, content: str | dict[str, Any], said: st
 
 def test_a_map_for_something_else_is_refused(tmp_path: Path) -> None:
     for format in WRITTEN:
-        write_map(tmp_path / format, some_map(), format)
+        write_map(tmp_path / format, some_map(), format, force=True)
         with pytest.raises(TraceError, match=r"model|slots|layers|expert"):
             read_map(tmp_path / format, model="gpt-oss-20b", num_ranks=RANKS)
         with pytest.raises(TraceError, match=r"ranks|device_count"):
@@ -216,7 +218,7 @@ def test_engines_need_every_layer(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="needs all of them"):
             write_map(tmp_path / "m", part, format)
     with pytest.raises(ConfigError, match="'mine' is not known"):
-        write_map(tmp_path / "m", PlacementMap(whole.placement, "mine", MODEL.moe_layer_ids), "sglang")
+        write_map(tmp_path / "m", PlacementMap(whole.placement, "mine", MODEL.moe_layer_ids), "sglang:version=0.5.23")
     assert list(tmp_path.iterdir()) == []
     write_map(tmp_path / "m", part)
     assert read_map(tmp_path / "m", model=MODEL).layer_ids == (1, 2, 3)
@@ -256,7 +258,7 @@ SMALL = PlacementMap(
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("maps")
     for format in WRITTEN:
-        write_map(folder / format, SMALL, format)
+        write_map(folder / format, SMALL, format, force=True)
     return {format: folder / format for format in WRITTEN}
 
 
@@ -316,3 +318,20 @@ def test_published_placements(data_dir: Path) -> None:
         read_map(f"{file}#nothing")
     with pytest.raises(TraceError, match="16 ranks, expected 8"):
         read_map(f"{file}#{name}", num_ranks=8)
+
+
+def test_probabilities_for_sglang_das_are_a_torch_file(tmp_path: Path) -> None:
+    """What torch reads of it is tested where torch is; here the arrays' bytes."""
+    given_map = some_map(1, shares=True)
+    write_map(tmp_path / "p.pt", given_map, "sglang-das")
+    with zipfile.ZipFile(tmp_path / "p.pt") as archive:
+        rows, masses = (
+            np.frombuffer(archive.read(f"map/data/{at}"), dtype).reshape(MODEL.num_layers, 72)
+            for at, dtype in enumerate(("<i8", "<f4"))
+        )
+    assert np.array_equal(rows[1:], given_map.placement.slot_experts)
+    total = np.zeros((MODEL.num_layers, 64))
+    np.add.at(total, (np.arange(MODEL.num_layers)[:, None], rows), masses)
+    assert np.allclose(total, 1.0)
+    with pytest.raises(ConfigError, match="only written"):
+        read_map(tmp_path / "p.pt", "sglang-das")

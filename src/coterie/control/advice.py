@@ -30,6 +30,7 @@ from coterie.control.written import ReportedMap, WrittenPlan, differing
 from coterie.errors import check_given
 from coterie.placement import Load, Objective, PlacementMap, Plan, Problem, Rebalancer, planners, replace_map
 from coterie.placement.holdings import DemandTracker, Held, held_by, placed
+from coterie.placement.maps.targets import Target
 from coterie.placement.scenarios import at_mean, steps_of_requests
 from coterie.placement.triggers.actions import ActionEvent, ActionManager, ActionSettings
 from coterie.placement.triggers.rebalancing import DEFAULTS, RebalancingDecision, RebalancingSettings
@@ -65,6 +66,8 @@ def with_steps(load: Load, requests: Sequence[Kept], rng: Generator) -> Load:
     return replace(load, scenarios=at_mean(steps, None, mean))
 
 
+ENGINE = "vllm"
+"""Map format of the engine that loads written plans. They are priced by the split that it executes, equal shares."""
 MOST_ACTIONS = 64
 """Largest number of actions in an advice."""
 OVERLAP = 2.0
@@ -126,7 +129,9 @@ class Advice(NamedTuple):
     def write(self, path: str | Path) -> None:
         """Write the placement map that vLLM's policy loads; an existing file is replaced atomically."""
         nothing = f"advice {self.id} keeps the placement ({self.reason}); there is no map to write"
-        replace_map(path, PlacementMap(check_given(self.plan, nothing).placement, self.model), "vllm")
+        plan = check_given(self.plan, nothing)
+        Target.parse(ENGINE).check_split(plan.split)
+        replace_map(path, PlacementMap(plan.placement, self.model), ENGINE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from coterie.errors import ConfigError, check, check_one_of, check_positive, ref
 from coterie.placement import Load, Objective, PlacementMap, Plan, Planner, Problem, planners, read_map
 from coterie.placement.base import Progress, SearchProgress
 from coterie.placement.maps.targets import Target
-from coterie.registry import Offers
+from coterie.registry import Offers, PolicyText
 from coterie.types import Placement, Topology, WeightDtype
 from coterie.units import parse_speeds
 
@@ -88,8 +88,8 @@ class PlanOptions:
     @property
     def planned_split(self) -> str | None:
         """Split to plan for: the asked one, or the one that the engine executes; None for the planner's own."""
-        target, has_split = self.target, "split" in planners.parameters(self.planner)
-        if self.split is None and target is not None and has_split:
+        target, asked = self.target, {"split"} & PolicyText.parse(self.planner).settings.keys()
+        if self.split is None and target is not None and not asked and "split" in planners.parameters(self.planner):
             return target.engine.splits[0]
         return self.split
 

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.control import AdviceSettings, ControlEvent, ControlLoop, FitJob, LoadSeen, LoopShape, PlacementAdvisor
+from coterie.control.advice import ENGINE
 from coterie.control.base import RequestSeen
 from coterie.control.traffic import Traffic
 from coterie.costs.presets import step_model
@@ -46,6 +47,7 @@ from coterie.gateway.control.streams import ExpertStreams, message_bytes
 from coterie.gateway.fleet.spec import PoolShape, RouterSpec, maker, prices_of
 from coterie.models import get_model
 from coterie.placement import Objective, read_map
+from coterie.placement.maps.targets import Target
 from coterie.routing import Router, RouterFit
 from coterie.types import Placement, Topology
 from coterie.wire.expert_events import ExpertLoad, RequestExperts
@@ -349,11 +351,12 @@ def advisor_of(asked: AdviseSection, shape: LoopShape, spec: RouterSpec) -> tupl
     model = step_model(get_model(name), asked.device, spec.dtype, topology=topology)
     objective = Objective.of(model, asked.step_tokens, asked.movement, horizon=asked.horizon)
     slots = asked.slots_per_rank if asked.slots_per_rank is not None else -(-shape.num_experts // asked.ranks)
-    placement = (
-        Placement.linear(shape.num_layers, shape.num_experts, asked.ranks, slots * asked.ranks)
-        if asked.placement is None
-        else read_map(asked.placement, model=name, num_ranks=asked.ranks).placement
-    )
+    placement = Placement.linear(shape.num_layers, shape.num_experts, asked.ranks, slots * asked.ranks)
+    if asked.placement is not None:
+        given = read_map(asked.placement, model=name, num_ranks=asked.ranks)
+        if given.shares is not None:
+            Target.parse(ENGINE).check_split("weighted")
+        placement = given.placement
     settings = AdviceSettings(window_s=asked.window_s, min_steps=asked.min_steps, cooldown_s=asked.cooldown_s)
     spare = placement.slots_per_rank - shape.num_experts / asked.ranks
     advisor = PlacementAdvisor(shape, topology, objective, placement, settings)

@@ -114,11 +114,11 @@ def write_map(path: str | Path, map: PlacementMap, format: str = "native", *, fo
     """
     path, target = Path(path), Target.parse(format)
     check_map_target(path, format)
-    if not force:
-        target.check_outputs(map)
     writer, format = map_formats[target.format], target.format
     assert writer.write is not None
     text = writer.write(map)
+    if not force:
+        target.check_outputs(map)
     with new_path(path) as tmp, tmp.open("wb") as stream:
         stream.write(text.encode() if isinstance(text, str) else text)
         stream.flush()
