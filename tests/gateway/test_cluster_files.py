@@ -14,6 +14,7 @@ import yaml
 
 from coterie.gateway.access import SINGLE
 from coterie.gateway.config import GatewayConfig
+from coterie.gateway.gateway import HEALTH
 from coterie.gateway.watching.metrics import Metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,6 +73,16 @@ def test_the_manifest_serves_what_the_gateway_takes() -> None:
     mounted = [Path(mount["mountPath"]) for mount in container["volumeMounts"]]
     for path in (config.keys, config.state, config.decode.fit):
         assert Path(path or "/").parent in mounted
+
+
+def test_a_pod_leaves_its_service_before_it_drains() -> None:
+    spec = _of("StatefulSet")["spec"]["template"]["spec"]
+    config = msgspec.convert(yaml.safe_load(_of("ConfigMap")["data"]["gateway.yaml"]), GatewayConfig)
+    container = spec["containers"][0]
+    assert {container[probe]["httpGet"]["path"] for probe in ("startupProbe", "readinessProbe")} == HEALTH
+    slept_s = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert slept_s >= container["readinessProbe"]["periodSeconds"]
+    assert spec["terminationGracePeriodSeconds"] > slept_s + config.drain_s
 
 
 def test_the_image_runs_as_the_user_and_on_the_port_of_the_manifest() -> None:

@@ -16,6 +16,7 @@ class ShownControl(LiveControl):
 
     def __init__(self, view: ControlView | None) -> None:
         self.shown = view
+        self.connected = None
 
     @property
     def view(self) -> ControlView | None:

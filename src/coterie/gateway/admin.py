@@ -124,7 +124,8 @@ class Admin:
                 "others": pool.others(member),
                 "reported": pool.described_report(member),
                 "map_version": getattr(self.parts.knowledge.maps.get(id), "version", None),
-                "kv_events_connected": self.parts.knowledge.streams[pool.name].connected(id),
+                "streams": self.parts.streams_of(pool, member),
+                "health_error": member.health_error or None,
             }
             for pool in self.parts.pools.values()
             for id, member in pool.members.items()

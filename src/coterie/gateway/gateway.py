@@ -2,7 +2,7 @@
 
     POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings      callers
     POST /tokenize, /detokenize, and what `forward` names; GET /v1/models[/ID]     callers
-    GET /health, and the page: GET /, /page/FILE, which hold no data               anyone
+    GET /health, /ready, and the page: GET /, /page/FILE, which hold no data       anyone
     GET /metrics, /decisions, /advice, /workers, /routers, /switchback, /live      administrators
     POST /workers, DELETE /workers/ID, PUT /routers/POOL, POST /reload             administrators
     GET /peers, /requests                                                          administrators
@@ -69,6 +69,8 @@ REFUSALS = {"full": "queue_full", "late": "queue_deadline", "closed": "draining"
 """Reason of a refusal by the waiting line → its label in the metrics."""
 LOOPBACK_HOST = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[0-9A-Za-z.]+)(?::[0-9]{1,5})?")
 DRAINING = "the gateway is shutting down"
+HEALTH = frozenset(("/health", "/ready"))
+"""Endpoints of probes: whether the gateway answers, and whether a worker can serve what it is asked."""
 UNCACHED = frozenset((TOKENISE, DETOKENISE))
 """Paths whose requests compute nothing that is cached."""
 FAILED = Outcome(500)
@@ -123,7 +125,7 @@ class Gateway:
     def check_head(self, request: HttpRequest) -> int:
         """Check a request's head: raise HttpError to refuse it, else return the limit of its body in bytes."""
         path = request.path
-        if path == "/health":
+        if path in HEALTH:
             return 0
         if is_page(path):
             if self.keys is None:
@@ -183,9 +185,11 @@ class Gateway:
 
     async def _handle_other(self, request: HttpRequest, responder: Responder) -> None:
         path, method = request.path, request.method
-        if path == "/health":
+        if path in HEALTH:
             if self.draining:
                 raise draining(request.header(REQUEST_ID))
+            if path == "/ready" and (why := self.parts.why_unready):
+                raise HttpError(503, why, "no_worker", headers=RETRY_AFTER)
             responder.send(200)
         elif is_page(path):
             send_file(request, responder)

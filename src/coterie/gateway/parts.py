@@ -375,21 +375,43 @@ class GatewayParts:
         """Check a worker's health repeatedly, for as long as it is in the pool."""
         context_known = False
         while True:
-            well = await self._is_well(member, self.config.health.timeout_s)
+            unreached, well = member.health.unreached, await member.check_health(self.config.health.timeout_s)
             if pool.checked(member, well):
                 state = "healthy" if member.health.healthy else "unhealthy"
-                self.log.worker(member.entry.id, pool.name, state)
+                self.log.worker(member.entry.id, pool.name, state, member.health_error or None)
                 if state == "unhealthy":
                     self.knowledge.restarted(pool.name, pool.row_of(member), member.entry.id)
+            elif member.health.unreached and not unreached:
+                self.log.worker(member.entry.id, pool.name, "unreached", member.health_error)
+            if member.health.healthy:
+                self._watch_streams(pool, member)
             if well and not context_known:
                 context_known = await self._learn_context(pool, member)
             await asyncio.sleep(member.health.next_check_s - pool.clock())
 
-    async def _is_well(self, member: Member, timeout_s: float) -> bool:
-        try:
-            return (await member.ask("GET", "/health", timeout_s)).status == 200
-        except UpstreamError:
-            return False
+    def streams_of(self, pool: Pool, member: Member) -> dict[str, bool]:
+        """Return whether each event stream of a worker has a connection, by its field of the entry."""
+        entry, connected = member.entry, None if self.control is None else self.control.connected
+        streams = {}
+        if entry.kv_events is not None:
+            streams["kv_events"] = self.knowledge.streams[pool.name].connected(entry.id)
+        if entry.expert_events is not None and connected is not None:  # else nothing reads it
+            streams["expert_events"] = entry.id in connected
+        return streams
+
+    def _watch_streams(self, pool: Pool, member: Member) -> None:
+        """Log the event streams of a healthy worker that have no connection, and their return, each once."""
+        before = member.lost_streams
+        for name, connected in self.streams_of(pool, member).items():
+            member.silent[name] = 0 if connected else member.silent[name] + 1
+        for name in sorted(before ^ member.lost_streams):
+            state = "back" if name in before else "lost"
+            self.log.worker(member.entry.id, pool.name, f"{name} {state}", str(getattr(member.entry, name)))
+
+    @property
+    def why_unready(self) -> str:
+        """Why no request can be served now, without names; empty if one can."""
+        return "; ".join(why for pool in self.pools.values() if pool.needed and (why := pool.why_unready))
 
     async def _learn_context(self, pool: Pool, member: Member) -> bool:
         """Ask a worker for its context length, which bounds request bodies; return whether it answered."""
@@ -417,6 +439,7 @@ class GatewayParts:
             metrics.switchback_pairs: lambda: 0 if self.switchback is None else self.switchback.pairs,
             metrics.switchback_left: lambda: self.switchback is not None and self.switchback.state == "left",
             metrics.switchback_change: self._switchback_change,
+            metrics.worker_stream_connected: self._streams_connected,
         }
         by_worker: dict[Gauge, Callable[[Pool, Member], float | None]] = {
             metrics.worker_running: lambda pool, member: pool.keeper.running(member.entry.id),
@@ -459,6 +482,14 @@ class GatewayParts:
             for measure, change in changes.items()
             for bound, value in (("mean", change.percent), ("low", change.low), ("high", change.high))
             if value is not None
+        }
+
+    def _streams_connected(self) -> dict[tuple[str, ...], float]:
+        return {
+            (id, name): float(connected)
+            for pool in self.pools.values()
+            for id, member in pool.members.items()
+            for name, connected in self.streams_of(pool, member).items()
         }
 
     def _each(self, value: Callable[[Pool, Member], float | None]) -> dict[tuple[str, ...], float]:

@@ -45,6 +45,7 @@ decode: {router: joint}
         (("--embedded", "--router", "jont"), "joint"),
         (("--embedded", "--router", "domain"), "labels"),
         (("--embedded", "--check"), "config files"),
+        (("--config", "x", "--live"), "--check"),
         (("--new-key", ""), "name"),
         (("--new-key", "a", "--only", "live"), "metrics, peers"),
     ],
@@ -73,6 +74,34 @@ def test_checking_a_config(run: Run, tmp_path: Path) -> None:
     assert ran.code == 0
     assert "1 prefill, 1 decode workers" in ran.out
     assert "Next: coterie serve --config" in ran.out
+
+
+def test_trying_the_workers_of_a_config(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+
+    async def test() -> None:
+        async with canned_workers("a", "b") as (a, b):
+            path.write_bytes(msgspec.yaml.encode(config_of([a, b])))
+            ran = await asyncio.to_thread(run, "serve", "--config", path, "--check", "--live")
+            assert (ran.code, ran.err) == (0, "")
+            ready = [f"{name}: ready: canned, 1,024 tokens of context" for name in ("a", "b")]
+            assert ran.out.splitlines()[:2] == ready
+            assert f"2 of 2 workers can serve as {path} says." in ran.out
+            assert ran.out.endswith(f"Next: coterie serve --config {path}\n")
+            await b.stop()
+            ran = await asyncio.to_thread(run, "serve", "--config", path, "--check", "--live")
+            assert ran.code == 1
+            first, second = ran.out.splitlines()[:2]
+            assert first == ready[0]
+            assert second.startswith(f"b: url={b.url}: GET /health: connect: ")
+            assert second.endswith("; start its engine, or write the host and port that it listens on")
+            assert ran.out.endswith(f"Next: coterie serve --config {path} --check --live\n")
+            ran = await asyncio.to_thread(run, "serve", "--config", path, "--check", "--live", "--json")
+            assert ran.code == 1
+            found = json.loads(ran.out)["workers"]
+            assert [len(worker["problems"]) for worker in found] == [0, 1]
+
+    run_test(test)
 
 
 @pytest.mark.parametrize("handshake", ["none", "vllm"])

@@ -30,6 +30,7 @@ from coterie.gateway.config import ControlSection, WorkerEntry
 from coterie.gateway.control.messages import (
     HEAD_BYTES,
     AskKept,
+    Connected,
     ControlView,
     FromLoop,
     KeptAnswer,
@@ -212,6 +213,8 @@ class LiveControl:
         self._generation = 0
         self._setup: SetUp | None = None
         self.child: Child | None = None
+        self.connected: frozenset[str] | None = None
+        """Workers whose expert events have a connection; None while nothing reads them."""
         self._told: bytes = b""
         self._view: ControlView | None = None
         self._closing = asyncio.Event()
@@ -259,6 +262,7 @@ class LiveControl:
         before = self._setup
         if before is None or (before.spec, before.section) != (spec, section):
             self._generation += 1
+            self.connected = None
         self._setup = self._wanted(spec)
         if self._setup != before:
             self._send(self._setup)
@@ -339,7 +343,7 @@ class LiveControl:
         except InputError as error:
             problem = str(error)
         finally:
-            self.child = None
+            self.child = self.connected = None
             while self._asked:
                 self._asked.popleft().set_result(b"")
             how = await child.ended()
@@ -358,6 +362,8 @@ class LiveControl:
             task.add_done_callback(self._swaps.discard)
         elif isinstance(message, MapSeen):
             self._follow(message.worker, message.map)
+        elif isinstance(message, Connected):
+            self.connected = frozenset(message.workers)
         elif isinstance(message, Unable):
             self.problem = message.problem
             self._log.warning(f"the control loop cannot run: {message.problem}")

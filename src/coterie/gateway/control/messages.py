@@ -146,6 +146,13 @@ class MapSeen(msgspec.Struct, tag=True):
     map: ExpertMap
 
 
+class Connected(msgspec.Struct, tag=True):
+    """The workers whose streams of expert events have a connection; sent when they change."""
+
+    generation: int
+    workers: list[str]
+
+
 class Unable(msgspec.Struct, tag=True):
     """Notice that the loop cannot run with its set-up; it waits for another."""
 
@@ -155,7 +162,7 @@ class Unable(msgspec.Struct, tag=True):
 
 T = TypeVar("T")
 ToLoop = SetUp | Swapped | SentNames | AskKept
-FromLoop = Told | UseFit | MapSeen | Unable | KeptAnswer
+FromLoop = Told | UseFit | MapSeen | Connected | Unable | KeptAnswer
 
 _encoder = msgspec.msgpack.Encoder()
 to_loop: msgspec.msgpack.Decoder[ToLoop] = msgspec.msgpack.Decoder(ToLoop)

@@ -20,6 +20,7 @@ from coterie.gateway.control.matching import SentRequests
 from coterie.gateway.control.messages import (
     HEAD_BYTES,
     AskKept,
+    Connected,
     FromLoop,
     KeptAnswer,
     MapSeen,
@@ -53,6 +54,8 @@ class Process:
         self._sent = SentRequests()
         self._maps: dict[str, tuple[ExpertMap, Placement]] = {}
         """Worker → the newest map that it has reported."""
+        self._connected: set[str] | None = None
+        """Workers with a connection, as the gateway knows them; None if it does not."""
         self._tick_s, self._generation = 1.0, 0
 
     def run(self) -> None:
@@ -65,6 +68,9 @@ class Process:
             for received in self._streams.read():
                 self._listen()  # SentNames precede the request itself, so they are readable before its event
                 self._take(received, now_s)
+            if self._streams.connected != self._connected:
+                self._connected = self._streams.connected
+                self.send(Connected(self._generation, sorted(self._connected)))
             if now_s >= next_s:
                 next_s = now_s + self._tick_s
                 if self._driver is not None:
@@ -125,6 +131,7 @@ class Process:
             self._maps = {worker: seen for worker, seen in self._maps.items() if worker in workers}
             for worker in self._maps:  # reported once; the gateway drops what it got with an older generation
                 self._tell_map(worker)
+            self._connected = None
             # Last: events would pile up meanwhile. Without a loop too, for the maps that workers report.
             self._streams.follow(message.streams, MOST_MESSAGE if self._driver is None else self._driver.most_bytes)
 

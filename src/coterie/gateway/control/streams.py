@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from coterie.control import LoopShape
 from coterie.errors import ConfigError, InputError, check_given
@@ -58,9 +59,19 @@ class _Stream:
     most_bytes: int
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
-    """Monitor socket, readable once the connection has ended: ZMQ does not reconnect after a too long message."""
+    """Monitor socket: it tells when the connection stands, and when it has ended, since ZMQ does not reconnect after a
+    too long message."""
     seq: int = -1
     """Sequence number of the last message; -1 before the first."""
+    connected: bool = False
+
+    def ended(self) -> bool:
+        """Take the connection's news; return whether it has ended."""
+        while self.monitor.poll(0):
+            self.connected = recv_monitor_message(self.monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if not self.connected:
+                return True
+        return False
 
 
 class ExpertStreams:
@@ -96,6 +107,11 @@ class ExpertStreams:
         """Wait at most `seconds` for a message; return the sockets and file descriptors that are readable."""
         return set(dict(self._poller.poll(max(0, math.ceil(seconds * 1000)))))
 
+    @property
+    def connected(self) -> set[str]:
+        """Workers whose stream has a connection."""
+        return {entry.worker for entry, stream in self._streams.items() if stream.connected}
+
     def last_seq(self, worker: str) -> int:
         """Return the sequence number of a worker's last message; -1 before the first."""
         return max((one.seq for one in self._streams.values() if one.entry.worker == worker), default=-1)
@@ -109,7 +125,7 @@ class ExpertStreams:
                 try:
                     frames = stream.socket.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:
-                    if stream.monitor.poll(0):
+                    if stream.ended():
                         self._leave(stream.entry)
                         self._join(stream.entry, stream.most_bytes, stream.seq)
                     break
@@ -153,7 +169,7 @@ class ExpertStreams:
                 secure_subscriber(socket, secret)
             socket.setsockopt(zmq.SUBSCRIBE, TOPIC)
             socket.connect(entry.endpoint)
-            monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         except (zmq.ZMQError, ConfigError) as error:
             self.refuse(entry.worker, error, "unreachable")
             socket.close(linger=0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -82,6 +82,10 @@ class Member:
         self.unreachable = False
         """Whether the worker's last failure was a failed connection."""
         self.upstream = Upstream(entry.url)
+        self.health_error = ""
+        """Why the last health check failed; empty if it did not."""
+        self.silent: Counter[str] = Counter()
+        """Event stream, by its field of the entry → looks in a row at which it had no connection."""
         self.breaker = Breaker(rng, config.health)
         self.health = Health(rng, now, config.health, healthy)
         self.endpoints: defaultdict[str, Breaker] = defaultdict(lambda: Breaker(rng, RESTS))
@@ -123,6 +127,20 @@ class Member:
         if answer.status != 200:
             raise ReportError("status", f"HTTP {answer.status}")
         return read_report(answer.body, self.entry.data_parallel_rank)
+
+    async def check_health(self, timeout_s: float) -> bool:
+        """Ask the worker for its health; return whether it is well."""
+        try:
+            status = (await self.ask("GET", "/health", timeout_s)).status
+            self.health_error = "" if status == 200 else f"HTTP {status}"
+        except UpstreamError as error:
+            self.health_error = f"{error.kind}: {error}"[:MOST_ERROR]
+        return not self.health_error
+
+    @property
+    def lost_streams(self) -> set[str]:
+        """Event streams without a connection at as many looks in a row as failed checks make a worker unhealthy."""
+        return {name for name, looks in self.silent.items() if looks >= self.health.settings.unhealthy_after}
 
     @property
     def is_unhealthy(self) -> bool:
@@ -296,6 +314,18 @@ class Pool:
             self.refresh(sent.member)
             if closed and sent.member.unreachable and breaker.changes_at is not None:
                 self.move_on(sent.member)
+
+    @property
+    def why_unready(self) -> str:
+        """Why no worker of the pool can serve now, without names; empty if one can."""
+        now, members = self.clock(), self.members.values()
+        healthy = [member for member in members if member.health.healthy]
+        if any(member.breaker.may_send(now) for member in healthy):
+            return ""
+        if not members:
+            return f"there are no {self.name} workers"
+        failing = len(members) - len(healthy)
+        return f"no {self.name} worker can serve: {failing} pass no health check, {len(healthy)} fail requests"
 
     @property
     def failing(self) -> bool:

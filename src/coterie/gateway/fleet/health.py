@@ -83,6 +83,11 @@ class Health:
         self._in_row = 0
         """Latest check results in a row that contradict `healthy`."""
 
+    @property
+    def unreached(self) -> bool:
+        """Whether the worker has never passed a check, of as many as make a worker unhealthy."""
+        return not self._seen and self.checks >= self.settings.unhealthy_after
+
     def record(self, ok: bool, now: float) -> bool:
         """Record the result of a check and set the time of the next; return whether `healthy` changed."""
         chosen = self.settings

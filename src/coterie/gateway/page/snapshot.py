@@ -105,6 +105,8 @@ def _workers(parts: GatewayParts) -> list[dict[str, Any]]:
             "breaker": str(member.breaker.state(pool.clock())),
             "experts": _rounded(pool.keeper.distinct(pool.row_of(member))),
             "kv_events": parts.knowledge.streams[pool.name].connected(id),
+            "unreached": member.health.unreached,
+            "lost_streams": sorted(member.lost_streams),
             "map_version": getattr(parts.knowledge.maps.get(id), "version", None),
         }
         for pool in parts.pools.values()
@@ -276,6 +278,7 @@ def verdict(
     if comparison is not None:
         said.append(comparison["sentence"].partition(";")[0].rstrip("."))  # the panel has all of it
     said += [CHANGES[kind] for kind in kinds[-1:]]
+    said += _lost(workers)
     said.append(f"To do: {'; '.join(to_do)}" if to_do else "Nothing is to be done")
     return f"{'. '.join(said)}."
 
@@ -293,6 +296,14 @@ def _fleet(workers: Sequence[Told]) -> str:
         return f"{left} of {len(workers)} workers are open (not {_cut(', '.join(away), 60)}) and serve {requests} now"
     who = "The one worker is open and serves" if len(workers) == 1 else f"All {len(workers)} workers are open and serve"
     return f"{who} {requests} now"
+
+
+def _lost(workers: Sequence[Told]) -> list[str]:
+    """Return a sentence that names the workers and event streams without a connection, or none."""
+    lost = [str(worker["id"]) for worker in workers if worker.get("unreached")]
+    lost += [f"{name} of {worker['id']}" for worker in workers for name in worker.get("lost_streams", ())]
+    said = f"Not reached: {_cut(', '.join(lost), 100)}; coterie serve --config FILE --check --live says why"
+    return [said] if lost else []
 
 
 def _minute(minute: Told) -> str:

@@ -269,6 +269,12 @@ class Metrics(Collector):
         )
         self.worker_places = Gauge("worker_places", "Requests that a worker may run at once", worker=None)
         self.worker_healthy = Gauge("worker_healthy", "1 if the worker's health checks pass", worker=None)
+        self.worker_stream_connected = Gauge(
+            "worker_stream_connected",
+            "1 if an event stream of the worker has a connection",
+            worker=None,
+            stream=("kv_events", "expert_events"),
+        )
         self.breaker_state = Gauge("breaker_state", "0: closed, 1: half open, 2: open, gets no requests", worker=None)
         self.worker_failures = Counter(
             "worker_failures_total", "Exchanges in which a worker failed", worker=None, kind=FAILURES

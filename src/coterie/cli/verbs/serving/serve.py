@@ -52,6 +52,13 @@ def serve_command(
         Path, typer.Option("--out", help="With --demo: folder to write the figure and the recorded trace to.")
     ] = Path("out"),
     check: Annotated[bool, typer.Option("--check", help="Read the config, say what it would serve, and end.")] = False,
+    live: Annotated[
+        bool,
+        typer.Option(
+            "--live",
+            help="With --check: also try each worker's health, models and event streams; exit code 1 if one fails.",
+        ),
+    ] = False,
     new_key: Annotated[
         str | None, typer.Option("--new-key", help="Print a new API key of this name and the line to store, and end.")
     ] = None,
@@ -76,10 +83,11 @@ def serve_command(
             "--demo, --port and --router need --embedded; a config file names its own": not embedded
             and (demo or port is not None or router is not None),
             "--check is for config files": embedded and check,
+            "--live needs --check": live and not check,
         }
     )
     if config is not None:
-        _serve_file(config, check, json)
+        _serve_file(config, check, live, json)
     else:
         _serve_embedded(port, router, demo, folder, json)
 
@@ -94,13 +102,15 @@ def _print_key(name: str, admin: bool, only: str | None, json: bool) -> None:
         print_lines(f"Key, shown once: {key}", f"Line for the keys file:\n{entry.as_yaml()}")
 
 
-def _serve_file(path: Path, check: bool, json: bool) -> None:
+def _serve_file(path: Path, check: bool, live: bool, json: bool) -> None:
     from coterie.gateway.config import read_config
     from coterie.gateway.serve import check_config, run_gateway
 
     config = read_config(path)
     check_config(config)
-    if check:
+    if live:
+        _try_workers(config, path, json)
+    elif check:
         _print_check(config, path, json)
     else:
         front = None
@@ -168,6 +178,27 @@ def _print_check(config: GatewayConfig, path: Path, json: bool) -> None:
             f"{path} is valid: {named} workers{pods} on {config.listen}, decode routed by {config.decode.router}.",
             f"coterie serve --config {path}",
         )
+
+
+def _try_workers(config: GatewayConfig, path: Path, json: bool) -> None:
+    from coterie.gateway.trying import try_workers
+    from coterie.net.access import FleetAccess
+
+    tried = asyncio.run(try_workers(config, FleetAccess.read()))
+    failed = [worker for worker in tried if worker.problems]
+    again = shell("coterie", "serve", "--config", path, *(("--check", "--live") if failed else ()))
+    if json:
+        workers = [{name: getattr(worker, name) for name in worker.__struct_fields__} for worker in tried]
+        print_json({"listen": config.listen, "workers": workers, "next": again})
+    else:
+        for worker in tried:
+            context = "" if worker.context_tokens is None else f", {worker.context_tokens:,} tokens of context"
+            well = [] if worker.problems else [f"ready: {', '.join(worker.models)}{context}"]
+            print_lines(*(f"{worker.id}: {said}" for said in (*well, *worker.problems)))
+        pods = "" if config.pods is None else f"; the pods of {config.pods.selector} were not tried"
+        print_verdict(f"{len(tried) - len(failed)} of {len(tried)} workers can serve as {path} says{pods}.", again)
+    if failed:
+        raise typer.Exit(1)
 
 
 @contextlib.contextmanager
