@@ -21,7 +21,7 @@ from coterie.gateway.watching.metrics import CONTENT_TYPE
 from coterie.net.http1.messages import HttpError, HttpRequest, check_http
 from coterie.net.http1.responder import Responder
 
-KNOWN = ", ".join(sorted({*SERVED, MODELS, "/health"}))
+KNOWN = ", ".join(sorted({*SERVED, MODELS, "/health", "/ready"}))
 """Paths that a 404 names: those of callers, who may not learn the others."""
 MOST_DECISIONS = 10_000
 
