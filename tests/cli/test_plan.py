@@ -73,7 +73,7 @@ def test_json_holds_what_the_page_says(run: Run, load: Path) -> None:
     assert "written" not in found
 
 
-@pytest.mark.parametrize("to", ["sglang:version=0.5.23,a2a=deepep", "vllm", "tensorrt-llm", "ascend", "native"])
+@pytest.mark.parametrize("to", ["sglang:version=0.5.23,runner=triton", "vllm", "tensorrt-llm", "ascend", "native"])
 def test_what_is_written_is_the_next_current_and_is_kept(run: Run, load: Path, tmp_path: Path, to: str) -> None:
     first = tmp_path / "first"
     assert run("plan", load, *ASK, "--to", to, "-o", first).code == 0
@@ -86,6 +86,20 @@ def test_what_is_written_is_the_next_current_and_is_kept(run: Run, load: Path, t
     assert (tmp_path / "second").read_bytes() == first.read_bytes()
     found = json.loads(run("plan", load, "--ranks", 4, "--planner", "eplb", "--current", first, "--json").out)
     assert (found["moves"], found["keep"], found["break_even_steps"], found["slots"]) == (0, True, 0.0, 40)
+
+
+def test_a_map_that_would_change_outputs_is_written_only_by_force(run: Run, load: Path, tmp_path: Path) -> None:
+    asked = ("plan", load, *ASK, "--to", "sglang", "-o", tmp_path / "map.json")
+    refused(run(*asked), "gpt-oss-20b on SGLang of unknown version")
+    assert not (tmp_path / "map.json").exists()
+    ran = run(*asked, "--force")
+    assert ran.code == 0
+    assert "--init-expert-location" in ran.out
+    assert "--ep-num-redundant-experts 8 --ep-dispatch-algorithm dynamic" in ran.out
+    assert (
+        "moe_expert_parallel_size is above 1"
+        in run("plan", load, *ASK, "--to", "tensorrt-llm", "-o", tmp_path / "m").out
+    )
 
 
 def test_windows(run: Run, load: Path, tmp_path: Path) -> None:

@@ -243,6 +243,7 @@ def _load_it(planned: Planned, found: dict[str, Any]) -> str:
     if found["format"] == "sglang" and target is not None:
         spare, a2a = found["slots"] - found["experts"], target.settings.get("a2a", "none")
         flags = f" --moe-a2a-backend {a2a}" if a2a != "none" else ""
+        flags += f" --moe-runner-backend {target.settings['runner']}" if "runner" in target.settings else ""
         if spare:
             flags += f" --ep-num-redundant-experts {spare} --ep-dispatch-algorithm dynamic"
         return (
