@@ -197,7 +197,8 @@ def _sharing(planned: Planned) -> str:
         return ""
     if target is not None:
         return f", replicas sharing tokens as in {target.engine.name}"
-    return f", replicas sharing tokens {SHARING[split]} ({', '.join(executors(split))})"
+    assumed = "" if split == "equal" else f" ({', '.join(executors(split))})"
+    return f", replicas sharing tokens {SHARING[split]}{assumed}"
 
 
 def next_command(planned: Planned, found: dict[str, Any]) -> str:
