@@ -89,9 +89,7 @@ def test_python_runs(page: str, need: str | None, tmp_path: Path, monkeypatch: p
     exec(code, module.__dict__)
 
 
-@pytest.mark.parametrize(
-    ("page", "checks"), [("docs/placement.md", "check_planner"), ("CONTRIBUTING.md", "check_router")]
-)
+@pytest.mark.parametrize(("page", "checks"), [("docs/placement", "check_planner"), ("CONTRIBUTING", "check_router")])
 def test_a_policy_of_ones_own_runs_when_copied(page: str, checks: str, tmp_path: Path) -> None:
     """Without the blocks before it."""
     (text,) = (block.text for block in blocks(page) if f"import {checks}" in block.text)
