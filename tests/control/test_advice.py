@@ -66,6 +66,9 @@ def test_a_plan_that_pays_is_advised_scored_on_the_next_window_and_not_applied(t
     made.write(path)
     assert (read_map(path, "vllm").placement.slot_experts == made.plan.placement.slot_experts).all()
     assert [one.name for one in tmp_path.iterdir()] == ["map.json"]
+    weighted = made._replace(plan=replace(made.plan, split="weighted"))
+    with pytest.raises(ConfigError, match="split 'weighted' must be equal: vLLM"):
+        weighted.write(path)
     assert not advisor.applied(made.id + 1)
     assert advisor.applied(made.id)
     assert advisor.placement is made.plan.placement

@@ -14,13 +14,14 @@ from canned_workers import canned_workers
 from control_cases import EXPERTS, LAYERS, load_event, saved_fit
 from coterie.control.base import LoopShape
 from coterie.engines.vllm.publisher import EventPublisher
+from coterie.errors import ConfigError
 from coterie.gateway.config import AdviseSection, ControlSection, GatewayConfig, WorkerEntry
 from coterie.gateway.control.driver import advisor_of
 from coterie.gateway.exchange.knowledge import mask_of
 from coterie.gateway.fleet.spec import RouterSpec
 from coterie.gateway.page.snapshot import PageQuery, snapshot
 from coterie.models import get_model
-from coterie.placement.maps.formats import read_map
+from coterie.placement.maps.formats import PlacementMap, read_map, write_map
 from coterie.types import Placement
 from coterie.wire.expert_events import ExpertMap
 from gateway_runs import FAST, Run, gateway, run
@@ -150,3 +151,14 @@ def test_spare_slots_are_priced_in_kv_cache() -> None:
     tokens = [advisor_of(AdviseSection(ranks=8, slots_per_rank=slots), shape, router)[1] for slots in (4, 6)]
     cached = 2 * 2 * 8 * 64 * 24  # keys and values, 16 bits, 8 heads of 64, 24 layers
     assert tokens == pytest.approx([0.0, 2 * 24 * 3 * 2880 * 2880 * 2 / cached])
+
+
+def test_a_map_in_force_with_shares_is_refused(tmp_path: Path) -> None:
+    """The loop advises engines that share tokens of replicas equally."""
+    spec = get_model("gpt-oss-20b")
+    shape = LoopShape(spec.name, spec.num_layers, spec.num_experts, spec.top_k, 2)
+    placement = Placement.linear(spec.num_layers, spec.num_experts, 8)
+    path = tmp_path / "map.json"
+    write_map(path, PlacementMap(placement, spec.name, shares=np.ones(placement.slot_experts.shape)))
+    with pytest.raises(ConfigError, match="split 'weighted' must be equal: vLLM"):
+        advisor_of(AdviseSection(ranks=8, placement=str(path)), shape, RouterSpec(router="latency_aware"))

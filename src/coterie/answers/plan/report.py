@@ -248,8 +248,8 @@ def _load_it(planned: Planned, found: dict[str, Any]) -> str:
         if spare:
             flags += f" --ep-num-redundant-experts {spare} --ep-dispatch-algorithm dynamic"
         return (
-            f"python -m sglang.launch_server --model-path MODEL --ep-size {options.ranks} --init-expert-location {file}"
-            f"{flags}"
+            f"python -m sglang.launch_server --model-path MODEL --tp-size {options.ranks} --ep-size {options.ranks} "
+            f"--init-expert-location {file}{flags}"
         )
     load = shlex.quote(str(options.load))
     return f"coterie place inspect {file} --model {found['model']} --ranks {options.ranks} --load {load}"
