@@ -109,7 +109,7 @@ def test_responses_pass_through_and_count_like_completions(stream: bool, tmp_pat
     run(test)
 
 
-@pytest.mark.parametrize(("size", "ends"), [(1, True), (7, True), (1 << 20, True), (1 << 20, False)])
+@pytest.mark.parametrize(("size", "ends"), [(1, True), (100, True), (1 << 20, True), (100, False), (1 << 20, False)])
 def test_a_streamed_response_is_whole_with_its_last_event(size: int, ends: bool) -> None:
     """In pieces of any size, and also if the connection breaks after it."""
 
@@ -235,6 +235,9 @@ def test_single_models() -> None:
                 assert (await ask("GET", f"/v1/models/{path}")).json == cards[0]
             assert (await ask("GET", "/v1/models/lora")).json == cards[1]
             assert (await ask("GET", "/v1/models/")).json["data"] == cards
+            worker.models = says(401, b'{"error": "no key"}')
+            refused = await ask("GET", "/v1/models/lora")
+            assert (refused.status, refused.body) == (401, b'{"error": "no key"}')
             worker.models = says(200, b"<html>")
             assert (await ask("GET", "/v1/models/lora")).status == 502
 

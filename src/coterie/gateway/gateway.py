@@ -293,7 +293,8 @@ class Gateway:
             except UpstreamError as error:
                 problem = failed(error)
                 continue
-            responder.send(answer.status, _card(answer.body, wanted) if wanted else answer.body)
+            listed = wanted and answer.status == 200
+            responder.send(answer.status, _card(answer.body, wanted) if listed else answer.body)
             return
         raise problem
 

@@ -151,7 +151,8 @@ class Completions(Stream):
 class Responses(Stream):
     """``/v1/responses``: named events. The first come before any token, the last holds the whole response."""
 
-    ends = heralds = True
+    ends = True
+    heralds = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,13 +160,12 @@ class Responses(Stream):
         """The last event from its name on; empty before it."""
 
     def read(self, piece: bytes) -> int:
+        seen = self.tail + piece
         if self._last:
             self._last += piece
-        else:
-            seen = self.tail + piece
-            if (last := _LAST_RESPONSE.search(seen)) is not None:
-                self._last += seen[last.start() :].lstrip(b"\n")
-            self.tail = seen[-NAME_BYTES:]
+        elif (last := _LAST_RESPONSE.search(seen)) is not None:
+            self._last += seen[last.start() :].lstrip(b"\n")
+        self.tail = seen[-NAME_BYTES:]
         if len(self._last) > MOST_LAST:
             del self._last[:-NAME_BYTES]
         return piece.count(b".delta\n")
