@@ -323,7 +323,7 @@ def test_a_404_names_no_admin_endpoint() -> None:
                 message = got.json["error"]["message"].removeprefix(f"{path} is not served here; known: ")
                 assert set(message.split(", ")) == {
                     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/models"),
-                    *("/tokenize", "/detokenize", "/health"),
+                    *("/tokenize", "/detokenize", "/health", "/ready"),
                 }
             assert not worker.completions
 
