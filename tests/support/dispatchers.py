@@ -62,7 +62,7 @@ def sglang_das(replicas: Replicas, sender: Sender, rng: np.random.Generator) -> 
     if len(left) == 1:
         return np.full(TOKENS, left[0])
     mass = np.array(replicas.mass)
-    return rng.choice(np.array(left), TOKENS, p=mass / mass.sum())
+    return np.asarray(rng.choice(np.array(left), TOKENS, p=mass / mass.sum()))
 
 
 def tensorrt_llm(replicas: Replicas, sender: Sender, _: np.random.Generator) -> NDArray[np.int64]:
