@@ -57,7 +57,7 @@ def test_responses_are_those_without_the_gateway(server: Server) -> None:
             right = (await direct.ask("POST", "/v1/responses", ASKED)).json
             whole = (await client.responses.create(**ASKED)).model_dump()
             assert text_of(whole["output"]) == text_of(right["output"]) != ""
-            assert whole["usage"]["output_tokens"] == right["usage"]["output_tokens"] == 12
+            assert 2 < whole["usage"]["output_tokens"] == right["usage"]["output_tokens"]
             deltas, last = [], None
             async for event in await client.responses.create(**ASKED, stream=True):
                 last = event
@@ -70,7 +70,7 @@ def test_responses_are_those_without_the_gateway(server: Server) -> None:
             metrics = found.metrics
             assert metrics['coterie_gateway_requests_total{outcome="ok",path="/v1/responses"}'] == 2
             assert metrics["coterie_gateway_prompt_tokens_total"] == 2 * right["usage"]["input_tokens"]
-            assert metrics["coterie_gateway_output_tokens_total"] == 24
+            assert metrics["coterie_gateway_output_tokens_total"] == 2 * right["usage"]["output_tokens"]
             assert metrics["coterie_gateway_tpot_seconds_count"] == 1
             with pytest.raises(openai.BadRequestError, match="previous_response_id is not served: "):
                 await client.responses.create(**ASKED, previous_response_id=whole["id"])
