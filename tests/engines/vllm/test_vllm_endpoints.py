@@ -71,7 +71,7 @@ def test_responses_are_those_without_the_gateway(server: Server) -> None:
             assert metrics['coterie_gateway_requests_total{outcome="ok",path="/v1/responses"}'] == 2
             assert metrics["coterie_gateway_prompt_tokens_total"] == 2 * right["usage"]["input_tokens"]
             assert metrics["coterie_gateway_output_tokens_total"] == 2 * right["usage"]["output_tokens"]
-            assert metrics["coterie_gateway_tpot_seconds_count"] == 1
+            assert metrics["coterie_gateway_ttft_seconds_count"] == 2
             with pytest.raises(openai.BadRequestError, match="previous_response_id is not served: "):
                 await client.responses.create(**ASKED, previous_response_id=whole["id"])
             await client.close()
