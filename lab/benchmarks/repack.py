@@ -9,6 +9,7 @@ The names below are those of the sets; docs/data.md has repository, commit and l
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import pickle
 import re
@@ -126,7 +127,7 @@ def olmoe(clone: Path, out: Path) -> None:
     for file in sorted(clone.glob("scripts/routing_output/*/*/*.pkl")):
         folder, kind, domain = file.relative_to(clone / "scripts" / "routing_output").with_suffix("").parts
         model, experts = ("mixtral-8x7b", 8) if folder == "mistral" else (folder, 64)
-        layers = _Counters(file.open("rb")).load()
+        layers = _Counters(io.BytesIO(file.read_bytes())).load()
         if kind == "eid2token":
             cells = _cells(layers)
             by_token[f"{model}|{domain}"] = np.array(list(cells), np.int32)
