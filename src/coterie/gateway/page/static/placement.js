@@ -13,12 +13,18 @@ export function facts(node, pairs) {
 const percent = (value) => (value === null || value === undefined ? "not known yet" : `${value.toFixed(1)}%`);
 const seconds = (value) => (value === null || value === undefined ? "–" : value < 1 ? `${number(1000 * value)} ms` : `${number(value)} s`);
 
-function state(advice, loop) {
+function state(advice) {
   if (advice.state === "pending") return "pending: written, workers have not reported it yet";
   if (advice.state === "not_taken") return "not taken";
-  if (advice.state !== "applied" && !loop.can_apply) return "advice for a group of ranks; no worker here is one of them (placement_rank), so there is nothing to apply";
-  if (advice.state !== "applied") return loop.to_apply ? `advice only: to apply it, ${loop.to_apply}` : "to be written once it gains on the next window";
+  if (advice.state !== "applied") return "advice only";
   return advice.map_version ? `in force since map ${advice.map_version}` : "written; no worker reports its map";
+}
+
+// How a plan that is only advised would be applied.
+function applying(advice, loop) {
+  if (advice.planned === false || state(advice) !== "advice only") return "";
+  if (!loop.can_apply) return ". No worker here is a rank of such a group (placement_rank): there is nothing to apply it to.";
+  return loop.to_apply ? `. To apply it, ${loop.to_apply}.` : ". It is written once it gains on the next window.";
 }
 
 function action(one) {
@@ -63,7 +69,7 @@ export function placementPanel() {
       ["planning took", seconds(advice.planning_s)],
       ["spare slots take", advice.spare_kv_tokens ? `the KV cache of ${number(advice.spare_kv_tokens)} tokens a rank` : "nothing: there are none"],
       ["made of", advice.source === "actions" ? "single actions" : "a plan"],
-      ["state", advice.planned === false ? "keep as it is" : state(advice, loop)],
+      ["state", advice.planned === false ? "keep as it is" : state(advice)],
       ["measured", loop.measured ?? "no plan came into force, or too few minutes since"],
       ["map in force", advice.in_force ? `version ${advice.in_force}` : "no worker reports it"],
     ]);
@@ -71,7 +77,7 @@ export function placementPanel() {
       const values = { before: before.rank_us, after: after?.rank_us ?? [] };
       chart.update({ ...values, label: `Time of ${before.rank_us.length} ranks before and after; balance ${number(before.balance)} before, ${number(after?.balance)} after` });
     }
-    text(reason, `${advice.at_s ? `${clock(1000 * advice.at_s)}: ` : ""}${advice.reason ?? ""}`);
+    text(reason, `${advice.at_s ? `${clock(1000 * advice.at_s)}: ` : ""}${advice.reason ?? ""}${applying(advice, loop)}`);
     const more = advice.actions_left_out ? [{ action: `${advice.actions_left_out} more` }] : [];
     fill(actions, [...advice.actions, ...more], () => make("li"), (node, one) => text(node, action(one)));
   };
