@@ -212,6 +212,7 @@ def report(saved: Interval, tail: Interval = TAIL, splits: int = 6) -> FleetRepo
         (report(Interval(5.4, 4.9, 5.9), Interval(-4.0, -5.0, -3.0)), PAYS, "p99 4.0% longer"),
         (report(Interval(5.4, 4.9, 5.9), Interval(0.0, -5.0, 5.0)), PAYS, "p99 cannot be told (-5.0 to +5.0% saved)"),
         (report(Interval(0.5, 0.4, 0.6)), HARDLY, "takes 0.5% off"),
+        (report(Interval(0.4, 0.2, 0.6), Interval(-1.7, -2.4, -1.0)), NOT, "p99 1.7% longer, more than it saves."),
         (report(Interval(2.0, -1.0, 5.0)), UNTOLD, "95% -1.0 to 5.0"),
         (report(Interval(-2.0, -3.0, -1.0)), NOT, "adds 2.0% to mean TPOT against join_shortest_queue, 95% 1.0 to 3.0"),
         (report(Interval(5.0, None, None), Interval(1.0, None, None), splits=1), UNTOLD, "no interval: one split."),
@@ -223,6 +224,14 @@ def test_the_verdict(found: FleetReport, opening: str, said: str) -> None:
     where = "for m in bf16 on 8 decoders, 16 requests on each"
     assert found.verdict.startswith(f"{opening} {where}: latency_aware ")
     assert said in found.verdict
+
+
+def test_a_router_whose_p99_outweighs_its_gain_is_not_the_best() -> None:
+    found = report(Interval(0.4, 0.2, 0.6), Interval(-1.7, -2.4, -1.0))
+    harmless = row("locality_band", Interval(0.2, 0.1, 0.3), TAIL)
+    both = replace(found, rows=[*found.rows, harmless])
+    assert both.best is harmless
+    assert "locality_band takes 0.2% off" in both.verdict
 
 
 def test_a_router_alone_is_compared_with_nothing() -> None:

@@ -14,6 +14,8 @@ from coterie.answers.runs import WORTH_PCT
 from coterie.types import Interval
 
 PAYS, HARDLY, NOT, UNTOLD = "It pays", "It hardly pays", "It does not pay", "It cannot be told whether it pays"
+P99_SLACK_PCT = 1.0
+"""Loss of a p99 in percent that still counts as no worse: the step model is no more exact than this."""
 
 
 class Verdict(NamedTuple):
@@ -31,6 +33,35 @@ def opening_of(percent: Interval, noise_pct: float = math.inf) -> str:
     if percent.mean <= noise_pct if percent.low is None else percent.low <= 0:
         return UNTOLD
     return PAYS if percent.mean >= WORTH_PCT else HARDLY
+
+
+def is_recommended(gain: Interval, tail: Interval) -> bool:
+    """Return whether a change is recommended, by the percent that it saves of a mean and of its p99 (`tail`).
+
+    It must surely save: the interval is above 0. And p99 must not surely get worse by more than the mean gains.
+    """
+    return gain.low is not None and gain.low > 0.0 and not is_outweighed(gain, tail)
+
+
+def is_outweighed(gain: Interval, tail: Interval | None) -> bool:
+    """Return whether p99 surely gets worse by more than the mean gains; False if it is not looked at."""
+    return tail is not None and is_worse(tail) and -tail.mean > gain.mean
+
+
+def is_worse(tail: Interval | None) -> bool:
+    """Return whether p99 surely gets worse: its interval is below 0, and the loss is more than the slack."""
+    return tail is not None and tail.high is not None and tail.high < 0.0 and tail.mean < -P99_SLACK_PCT
+
+
+def tail_said(gain: Interval, tail: Interval) -> str:
+    """Say what becomes of p99; empty if there is no interval."""
+    if tail.low is None or tail.high is None:
+        return ""
+    if is_worse(tail):
+        return f"p99 {-tail.mean:.1f}% longer" + ", more than it saves" * is_outweighed(gain, tail)
+    if tail.low >= -P99_SLACK_PCT:
+        return "p99 no worse"
+    return f"p99 cannot be told ({tail.low:+.1f} to {tail.high:+.1f}% saved)"
 
 
 def verdict_of(

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from coterie.answers.runs import WORTH_PCT
-from coterie.answers.verdicts import HARDLY, NOT, PAYS, UNTOLD, change, verdict_of
+from coterie.answers.verdicts import HARDLY, NOT, PAYS, UNTOLD, change, is_outweighed, is_worse, verdict_of
 from coterie.types import Interval
 
 Advice = Literal["on", "try it", "not now", "too little evidence"]
@@ -18,30 +18,25 @@ ADVICE = (ON, TRY, NOT_NOW, TOO_LITTLE)
 OPENINGS: dict[Advice, str] = {ON: PAYS, TRY: "It may pay", NOT_NOW: NOT, TOO_LITTLE: UNTOLD}
 WIDE_PCT = 5.0
 """High end of an interval, in percent, above which a small mean gain is no reason to say no: it may be a large one."""
-TAIL_SLACK_PCT = -1.0
-"""Gain of a p99 in percent below which the tail gets worse, if its interval is below 0 as well."""
 
 
 def advice_of(gain: Interval, tail: Interval | None = None) -> Advice:
     """Return the advice on a gain in percent, of which `tail` is that of the p99.
 
     On: a gain worth having whose interval is above 0. Try it: the mean is worth having, but the interval has 0 in it,
-    or the tail surely gets worse. Not now: less than that. Too little evidence: no interval, or one so wide that a
-    large gain is as likely as none.
+    or the tail surely gets worse by no more than that. Not now: less, or the tail gets worse by more than the mean
+    gains. Too little evidence: no interval, or one so wide that a large gain is as likely as none.
     """
     mean, low, high = gain
     if low is None or high is None:
         return TOO_LITTLE
+    if is_outweighed(gain, tail):
+        return NOT_NOW
     if round(mean, 1) < WORTH_PCT:
         return TOO_LITTLE if high > WIDE_PCT else NOT_NOW
     if low <= 0.0:
         return TOO_LITTLE if -low > mean else TRY
-    return TRY if tail is not None and is_worse(tail) else ON
-
-
-def is_worse(tail: Interval) -> bool:
-    """Return whether a p99, whose gain in percent is given, surely gets worse."""
-    return tail.high is not None and tail.high < 0.0 and tail.mean < TAIL_SLACK_PCT
+    return TRY if is_worse(tail) else ON
 
 
 class Arm(NamedTuple):
@@ -53,9 +48,9 @@ class Arm(NamedTuple):
     """Gain of the p99; None if it is not looked at."""
 
     @property
-    def rank(self) -> tuple[int, float]:
-        """Key to choose the best arm by: the advice, then the gain."""
-        return -ADVICE.index(advice_of(self.gain, self.tail)), self.gain.mean
+    def rank(self) -> tuple[int, bool, float]:
+        """Key to choose the best arm by: the advice, whether the tail outweighs the gain, then the gain."""
+        return -ADVICE.index(advice_of(self.gain, self.tail)), not is_outweighed(self.gain, self.tail), self.gain.mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +75,8 @@ class Lever:
     """First words of the sentence; those of the advice if empty."""
     do: str = ""
     """How to turn it on."""
+    tail: Interval | None = None
+    """Gain of the p99; None if it is not looked at."""
     arms: tuple[Arm, ...] = ()
     """Gains of all ways that were compared."""
     data: dict[str, Any] = field(default_factory=dict)
@@ -94,15 +91,16 @@ class Lever:
         opening = self.opening or OPENINGS[self.advice]
         if not self.chosen:
             return f"{opening} {self.where}: {'; '.join(self.facts)}."
-        if opening == NOT and round(self.gain.mean, 1) > 0:
+        if opening == NOT and round(self.gain.mean, 1) > 0 and not is_outweighed(self.gain, self.tail):
             opening = HARDLY
         what = f"{self.chosen} {change(self.gain.mean, self.metric)}"
         return verdict_of(self.where, self.gain, what, self.against, "no interval", *self.facts, opening=opening)
 
     def to_json(self) -> dict[str, Any]:
         arms = [{"name": arm.name, "gain_pct": arm.gain._asdict()} for arm in self.arms]
-        said = {"gain_pct": self.gain._asdict(), "arms": arms, "sentence": self.sentence}
-        return {key: value for key, value in asdict(self).items() if key != "gain"} | said
+        tail = None if self.tail is None else self.tail._asdict()
+        said = {"gain_pct": self.gain._asdict(), "p99_pct": tail, "arms": arms, "sentence": self.sentence}
+        return {key: value for key, value in asdict(self).items() if key not in ("gain", "tail")} | said
 
 
 def unknown(key: str, title: str, where: str, why: str) -> Lever:

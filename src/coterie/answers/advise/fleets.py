@@ -1,11 +1,11 @@
-"""Decisions of a fleet of decoders: which router, by experts or not, which batches, which CUDA graphs.
+"""Decisions of a fleet of decoders: which router, which batches, which CUDA graphs.
 
 All arms serve the same requests in the same splits as `coterie fleet`, so that gains are paired.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,11 +13,13 @@ import numpy as np
 
 from coterie.answers.advise.decisions import Arm, Lever, advice_of, unknown
 from coterie.answers.fleet.bench import Source
-from coterie.answers.fleet.simulation import SHORTEST_QUEUE, FleetReport, FleetSettings, simulate_fleet, tail_said
-from coterie.answers.runs import WORTH_PCT
+from coterie.answers.fleet.simulation import SHORTEST_QUEUE, FleetReport, FleetSettings, simulate_fleet
+from coterie.answers.runs import WORTH_PCT, with_ends
 from coterie.answers.suites import Report
+from coterie.answers.verdicts import tail_said
 from coterie.costs.step import VLLM_GRAPHS, CostOptions, StepModel
 from coterie.types import Interval
+from coterie.units import counted
 
 BY_PREFIX = "joint:experts=0"
 """Router by cached prefix and load alone."""
@@ -30,7 +32,6 @@ ONE_BY_ONE = 64
 
 TITLES = {
     "routing": "Routing: which decoder takes a request",
-    "routing_by_experts": "Routing by experts: what it adds to queues and prefixes",
     "batching": "Batching: which waiting requests start next",
     "graph_sizes": "Graph sizes: rows that pad a decode batch",
 }
@@ -47,8 +48,14 @@ class Fleets:
 
     @property
     def where(self) -> str:
-        decoders = f"{self.settings.decoders} decoder" + "s" * (self.settings.decoders > 1)
-        return f"{self.of_model} on {decoders}, {self.settings.in_flight} requests on each"
+        return f"{self.of_model} on {self.deployment}"
+
+    @property
+    def deployment(self) -> str:
+        """Return the fleet in words."""
+        gpus, count = self.model.topology.num_ranks, self.settings.decoders
+        decoders = counted(count, "one-GPU decoder" if gpus == 1 else "decoder") + f" of {gpus} GPUs" * (gpus > 1)
+        return f"{decoders}, {self.settings.in_flight} requests on each"
 
     @property
     def of_model(self) -> str:
@@ -71,9 +78,7 @@ class Fleets:
             yield from (unknown(key, title, self.where, why) for key, title in TITLES.items())
             return
         served = self._simulate("routing", routers=self._routers())
-        together = self._together()
-        yield self._routing(served, together)
-        yield self._by_experts(served, together)
+        yield self._routing(served, self._together())
         yield self._batching()
         yield self._graphs()
 
@@ -112,23 +117,23 @@ class Fleets:
             for half in halves
         ]
 
-    def _arms(
-        self, served: FleetReport, together: list[FleetReport], names: Sequence[str], base: str
-    ) -> tuple[Arm, ...]:
+    def _arms(self, served: FleetReport, together: list[FleetReport]) -> tuple[Arm, ...]:
         """Return the routers with their gains; where only the whole has a gain, that of requests served together."""
         metric, arms = self.metric[0], []
-        for name in names:
-            gain, tail = (served.saved(key, name, base) for key in (metric, metric.replace("mean", "p99")))
-            parts = [part.saved(metric, name, base) for part in together]
+        for name in self._routers()[1:]:
+            gain, tail = (served.saved(key, name, SHORTEST_QUEUE) for key in (metric, metric.replace("mean", "p99")))
+            parts = [part.saved(metric, name, SHORTEST_QUEUE) for part in together]
             if parts and max(part.mean for part in parts) < WORTH_PCT <= gain.mean:
                 gain = min(parts, key=lambda part: part.mean)
             arms.append(Arm(name, gain, tail))
         return tuple(arms)
 
     def _routing(self, served: FleetReport, together: list[FleetReport]) -> Lever:
-        arms = self._arms(served, together, self._routers()[1:], SHORTEST_QUEUE)
+        arms = self._arms(served, together)
         best = max(arms, key=lambda arm: arm.rank)
         assert best.tail
+        by_experts = best.name in BY_EXPERTS
+        footprints = "; it needs footprints, from prefill workers with the plugin or predicted" * by_experts
         return Lever(
             key="routing",
             title=TITLES["routing"],
@@ -139,13 +144,28 @@ class Fleets:
             gain=best.gain,
             where=self.where,
             facts=(
-                tail_said(*best.tail),
+                tail_said(best.gain, best.tail),
+                self._experts_add(served, best) if by_experts else "",
                 self._why_not(best.gain, served.saved(self.metric[0], best.name, SHORTEST_QUEUE)),
             ),
-            do=f"decode: {{router: {best.name!r}, fit: router.safetensors}} in the gateway's config",
+            do=f"decode: {{router: {best.name!r}, fit: router.safetensors}} in the gateway's config{footprints}",
+            tail=best.tail,
             arms=arms,
-            data={"router": best.name, "p99_pct": best.tail._asdict()},
+            data={"router": best.name},
         )
+
+    def _experts_add(self, served: FleetReport, best: Arm) -> str:
+        """Say what a router by experts adds to the best one that does not look at them."""
+        if best.gain.mean < WORTH_PCT:
+            return ""
+        plain = SHORTEST_QUEUE
+        if self.prefixes and served.saved(self.metric[0], BY_PREFIX, SHORTEST_QUEUE).mean > 0:
+            plain = BY_PREFIX
+        fewer = f"a step reads {served.saved('distinct_by_token', best.name, plain).mean:.1f}% fewer experts"
+        if plain == SHORTEST_QUEUE:
+            return fewer
+        gain = with_ends(served.saved(self.metric[0], best.name, plain), unit="%")
+        return f"{gain} of that against {plain}, which does not look at experts: {fewer}"
 
     def _why_not(self, gain: Interval, of_all: Interval) -> str:
         if gain.mean >= WORTH_PCT:
@@ -155,27 +175,6 @@ class Fleets:
         if of_all.mean >= WORTH_PCT:
             return f"the {of_all.mean:.1f}% on all requests are of earlier and later ones, which never run together"
         return "requests differ too little in what they need"
-
-    def _by_experts(self, served: FleetReport, together: list[FleetReport]) -> Lever:
-        known = [name for name in self._routers() if name not in BY_EXPERTS]
-        plain = max(known, key=lambda name: served.saved(self.metric[0], name, SHORTEST_QUEUE).mean)
-        arms = self._arms(served, together, BY_EXPERTS, plain)
-        best = max(arms, key=lambda arm: arm.rank)
-        experts = served.saved("distinct_by_token", best.name, plain)
-        return Lever(
-            key="routing_by_experts",
-            title=TITLES["routing_by_experts"],
-            advice=advice_of(best.gain, best.tail),
-            chosen=best.name,
-            against=f"the best router that does not look at experts ({plain})",
-            metric=self.metric[1],
-            gain=best.gain,
-            where=self.where,
-            facts=(f"a step reads {experts.mean:.1f}% fewer experts" if best.gain.mean >= WORTH_PCT else "",),
-            do="as for routing; it needs footprints, from prefill workers with the plugin or predicted",
-            arms=arms,
-            data={"router": best.name, "base": plain, "experts_saved_pct": experts._asdict()},
-        )
 
     def _batching(self) -> Lever:
         """Compare strategies where as many requests wait as run; with a place for everyone nothing is chosen."""
@@ -204,10 +203,11 @@ class Fleets:
             metric="mean request time",
             gain=gain,
             where=f"{self.of_model} on a decoder with {places} requests running and {2 * places} waiting",
-            facts=(tail_said(*tail),),
+            facts=(tail_said(gain, tail),),
             do="vLLM's --scheduler-cls, see docs/engines/vllm.md",
-            arms=(Arm(STRATEGY, gain),),
-            data={"strategy": STRATEGY, "p99_pct": tail._asdict()},
+            tail=tail,
+            arms=(Arm(STRATEGY, gain, tail),),
+            data={"strategy": STRATEGY},
         )
 
     def _graphs(self) -> Lever:

@@ -23,7 +23,17 @@ from coterie.answers.fleet.bench import BASE, REQUESTS, ROOM, Bench, Halves, Ser
 from coterie.answers.plan.memory import RankMemory
 from coterie.answers.runs import error_bars, interval
 from coterie.answers.suites import Report
-from coterie.answers.verdicts import PAYS, change, nothing_compared, opening_of, verdict_of
+from coterie.answers.verdicts import (
+    NOT,
+    PAYS,
+    change,
+    is_outweighed,
+    is_recommended,
+    nothing_compared,
+    opening_of,
+    tail_said,
+    verdict_of,
+)
 from coterie.costs.step import StepModel, in_order
 from coterie.errors import ConfigError, check, check_at_least, check_positive, refuse
 from coterie.routing import Fleet, Router, RouterFit
@@ -53,8 +63,6 @@ GROWING = 1.5
 """Growth of requests in flight, second half of a run over first half, above which the fleet is overloaded."""
 WAITED_SHARE = 0.02
 """Share of arrivals postponed because their recording was in flight, above which a note says so."""
-P99_SLACK_PCT = 1.0
-"""Slack in percent: p99 is called no worse if the interval's low end is a loss of at most this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +152,10 @@ class FleetRow(NamedTuple):
     saved_experts_pct: Interval
     """Saving of distinct experts per step, percent."""
 
+    @property
+    def is_recommended(self) -> bool:
+        return is_recommended(self.saved_pct, self.saved_p99_pct)
+
 
 @dataclass(frozen=True, slots=True)
 class FleetReport:
@@ -173,12 +185,13 @@ class FleetReport:
 
     @property
     def best(self) -> FleetRow:
-        return max(self.rows, key=lambda row: row.saved_pct.mean)
+        """Router that saves most of those that are recommended; of all but the base if none is."""
+        return max(self.rows[1:] or self.rows, key=lambda row: (row.is_recommended, row.saved_pct.mean))
 
     @property
     def pays(self) -> bool:
-        """Whether the best router saves at least `WORTH_PCT` and its interval is above 0; False with one split."""
-        return opening_of(self.best.saved_pct) == PAYS
+        """Whether the best router is recommended and saves at least `WORTH_PCT`; False with one split."""
+        return self.best.is_recommended and opening_of(self.best.saved_pct) == PAYS
 
     @property
     def verdict(self) -> str:
@@ -186,14 +199,15 @@ class FleetReport:
         where = f"for {self.model} in {self.dtype} on {self.decoders} decoders, {self.in_flight:.3g} requests on each"
         if len(self.rows) < 2:
             return nothing_compared(where, self.rows[0].router)
-        base, best, *_ = self.rows
+        best = self.best
         return verdict_of(
             where,
             best.saved_pct,
             f"{best.router} {change(best.saved_pct.mean, 'mean TPOT')}",
-            base.router,
+            self.rows[0].router,
             f"no interval: {'one split' if self.splits == 1 else 'every split serves all requests'}",
-            tail_said(*best.saved_p99_pct),
+            tail_said(best.saved_pct, best.saved_p99_pct),
+            opening=NOT if is_outweighed(best.saved_pct, best.saved_p99_pct) else None,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -217,14 +231,6 @@ def saved_of(metric: str, ours: Sequence[FleetSummary], base: Sequence[FleetSumm
     """Return the percent of a metric that runs save against others, split by split."""
     value = attrgetter(metric)
     return interval([100.0 * (1.0 - value(one) / value(other)) for one, other in zip(ours, base, strict=True)], overlap)
-
-
-def tail_said(saved: float, low: float | None, high: float | None) -> str:
-    """Say what becomes of p99; empty if there is no interval."""
-    if low is None or high is None or low >= -P99_SLACK_PCT:
-        return "" if low is None else "p99 no worse"
-    worse = high < -P99_SLACK_PCT
-    return f"p99 {-saved:.1f}% longer" if worse else f"p99 cannot be told ({low:+.1f} to {high:+.1f}% saved)"
 
 
 class _Served(NamedTuple):
