@@ -32,6 +32,53 @@ FEWEST_REQUESTS = 20
 """Fewest requests of an activation trace to hold out every other one; half of fewer requests shows little."""
 
 
+class Division(NamedTuple):
+    """Requests of a trace, or windows of a table: those to plan on, and those to score on."""
+
+    planned: NDArray[np.int64]
+    """Ascending indices."""
+    scored: NDArray[np.int64]
+    names: tuple[str, str]
+    """Description of the two parts, in words."""
+
+    @property
+    def what(self) -> str:
+        return f"planned on {self.names[0]}, scored on {self.names[1]}"
+
+
+def divide_requests(count: int, arrival_s: NDArray[np.float64] | None) -> Division:
+    """Divide the requests of a trace, for `coterie plan` and `coterie advise`.
+
+    With arrival times the earlier half is planned on and the later half scored: a plan serves what comes after it.
+    Without, every other request is planned on: traces are often sorted by domain, so halves would differ.
+    """
+    everyone = np.arange(count)
+    if count < 2 or arrival_s is None or not np.ptp(arrival_s) > 0:
+        return Division(everyone[::2], everyone[1::2], ("every other request", "the rest"))
+    earlier, later = np.array_split(np.argsort(arrival_s, kind="stable"), 2)
+    return Division(np.sort(earlier), np.sort(later), ("the earlier half of the requests", "the later half"))
+
+
+def divide_windows(chosen: list[int], labels: list[str]) -> Division:
+    """Divide the chosen windows of a table, of at least two.
+
+    They are divided in order of time; shards of a label (law/0, law/1 …) by label. A label names a kind of traffic:
+    dividing each label gives both parts the same mixture.
+    """
+    groups: dict[str, list[int]] = {}
+    for i in chosen:
+        name, slash, _ = labels[i].partition("/") if labels else ("", "", "")
+        groups.setdefault(name if slash else "", []).append(i)
+    alone = groups.pop("", [])
+    for name in [name for name, rows in groups.items() if len(rows) == 1]:
+        alone += groups.pop(name)
+    cut = [(rows, -(-len(rows) // 2)) for rows in (*groups.values(), sorted(alone))]
+    first = [i for rows, half in cut for i in rows[:half]]
+    second = [i for rows, half in cut for i in rows[half:]]
+    names = f"{len(first)} of its windows", f"the other {len(second)}"
+    return Division(np.array(first, np.int64), np.array(second, np.int64), names)
+
+
 class Parts(NamedTuple):
     """Load to plan on, and held-out load to score the plan on."""
 
@@ -112,29 +159,19 @@ def read_load(
         for option, value in (("--window", window), ("--over", sampling.over)):
             check(value is None, f"{option}={value} chooses from a load table; {path} holds activations")
         load, ids = _of_activations(make, path, trace, sampling), trace.meta.layer_ids
-        everyone = np.arange(trace.num_requests)
-        learned, *halves = (SeenRequests(trace, chosen, items) for chosen in (everyone, everyone[::2], everyone[1::2]))
+        divided, everyone = _divided(trace), np.arange(trace.num_requests)
+        learned, *halves = (
+            SeenRequests(trace, chosen, items) for chosen in (everyone, divided.planned, divided.scored)
+        )
         parts = load.parts and load.parts._replace(learned=(halves[0], halves[1]))
         load = load._replace(learned=learned, parts=parts)
     else:
         raise ConfigError(f"{path} holds requests without their experts: a load or an activation trace is needed")
-    rows, (layers, experts) = slice(None), load.tokens.shape
-    check_file(
-        experts == spec.num_experts, path, "load", f"has {experts} experts a layer; {spec.name} has {spec.num_experts}"
-    )
-    if ids is None and layers == spec.num_layers > spec.num_moe_layers:
-        dense = np.setdiff1d(np.arange(spec.num_layers), spec.moe_layer_ids)
-        if load.tokens[dense].any():
-            raise TraceError(path, "load", f"has tokens in layer {dense[0]}, which is dense in {spec.name}")
-        rows, ids = slice(spec.first_moe_layer, None, spec.moe_layer_step), spec.moe_layer_ids
-    if ids is None and layers == spec.num_moe_layers:
-        ids = spec.moe_layer_ids
-    if ids is None or not set(ids) <= set(spec.moe_layer_ids):
-        raise TraceError(path, "load", f"has {layers} layers; {spec.name} has {spec.num_moe_layers} MoE ones")
+    rows, layer_ids = moe_layers(path, spec, load.tokens, ids)
     if load.parts is not None and not all(part is None or part.any() for part in load.parts[:2]):
         load = load._replace(parts=None, whole_because="one part of it has no tokens")
     return load._replace(
-        layer_ids=ids,
+        layer_ids=layer_ids,
         tokens=load.tokens[rows],
         parts=load.parts and load.parts.of_layers(rows),
         steps=load.steps and load.steps.layers(rows),
@@ -142,14 +179,46 @@ def read_load(
     )
 
 
+class MoeLayers(NamedTuple):
+    """Rows of a load that are MoE layers, and their indices in the model."""
+
+    rows: slice
+    layer_ids: tuple[int, ...]
+
+
+def moe_layers(path: Path, spec: ModelSpec, tokens: Array, ids: tuple[int, ...] | None) -> MoeLayers:
+    """Return the MoE layers of a load [layer, expert]; `ids` are those that its file names, if any."""
+    rows, (layers, experts) = slice(None), tokens.shape
+    check_file(
+        experts == spec.num_experts, path, "load", f"has {experts} experts a layer; {spec.name} has {spec.num_experts}"
+    )
+    if ids is None and layers == spec.num_layers > spec.num_moe_layers:
+        dense = np.setdiff1d(np.arange(spec.num_layers), spec.moe_layer_ids)
+        if tokens[dense].any():
+            raise TraceError(path, "load", f"has tokens in layer {dense[0]}, which is dense in {spec.name}")
+        rows, ids = slice(spec.first_moe_layer, None, spec.moe_layer_step), spec.moe_layer_ids
+    if ids is None and layers == spec.num_moe_layers:
+        ids = spec.moe_layer_ids
+    if ids is None or not set(ids) <= set(spec.moe_layer_ids):
+        raise TraceError(path, "load", f"has {layers} layers; {spec.name} has {spec.num_moe_layers} MoE ones")
+    return MoeLayers(rows, ids)
+
+
+def _divided(trace: ActivationTrace) -> Division:
+    return divide_requests(trace.num_requests, trace.requests.arrival_s)
+
+
 def _of_activations(make: Make, path: Path, trace: ActivationTrace, sampling: Sampling) -> WindowLoad:
-    """Return the load of all, even and odd requests: traces are often sorted by domain, so halves would differ."""
+    """Return the load of all requests, of those to plan on and of those to score on."""
     if sampling.requests is not None:
         return _steps_of(make, path, trace, sampling)
     load = np.zeros((2, trace.meta.num_layers, trace.meta.num_experts))
+    divided = _divided(trace)
+    is_scored = np.zeros(trace.num_requests, np.bool_)
+    is_scored[divided.scored] = True
     for chunk in trace.chunks():
         requests = chunk.first_request + np.arange(len(chunk.offsets) - 1)
-        second = np.repeat(requests % 2 == 1, np.diff(chunk.offsets))
+        second = np.repeat(is_scored[requests], np.diff(chunk.offsets))
         ids = chunk.tokens.expert_ids
         try:
             for part, chosen in zip(load, (~second, second), strict=True):
@@ -160,7 +229,7 @@ def _of_activations(make: Make, path: Path, trace: ActivationTrace, sampling: Sa
     what, whole = f"{trace.num_requests:,} requests of {path.name}", load.sum(axis=0)
     if few := _too_few(trace):
         return make(whole, what, whole_because=few)
-    return make(whole, what, parts=Parts(load[0], load[1], "planned on every other request, scored on the rest"))
+    return make(whole, what, parts=Parts(load[0], load[1], divided.what))
 
 
 def _too_few(trace: ActivationTrace) -> str:
@@ -170,14 +239,17 @@ def _too_few(trace: ActivationTrace) -> str:
 
 
 def _steps_of(make: Make, path: Path, trace: ActivationTrace, sampling: Sampling) -> WindowLoad:
-    """Return steps of all requests, and of even and odd ones; the load is their mean step."""
+    """Return steps of all requests, of those to plan on and of those to score on; the load is their mean step."""
     everyone = np.arange(trace.num_requests)
     steps = of_requests(trace, sampling, everyone, 0)
     what, tokens = f"{steps.what} of the {trace.num_requests:,} requests of {path.name}", steps.load.tokens
     if few := _too_few(trace):
         return make(tokens, what, whole_because=few, steps=steps)
-    first, second = (of_requests(trace, sampling, everyone[part::2], 1 + part) for part in range(2))
-    how = "planned on steps of every other request, scored on steps of the rest"
+    divided = _divided(trace)
+    first, second = (
+        of_requests(trace, sampling, part, seed) for seed, part in enumerate((divided.planned, divided.scored), 1)
+    )
+    how = f"planned on steps of {divided.names[0]}, scored on steps of {divided.names[1]}"
     parts = Parts(first.load.tokens, second.load.tokens, how, first, second)
     return make(tokens, what, parts=parts, steps=steps)
 
@@ -189,7 +261,7 @@ def _of_table(make: Make, path: Path, table: LoadTable, window: str | None, samp
     labels = list(table.labels or ())
     named = tuple(labels[i] for i in chosen) if labels else ()
 
-    def total(rows: list[int]) -> Array:
+    def total(rows: list[int] | NDArray[np.int64]) -> Array:
         return np.asarray(table.counts[rows].sum(axis=0, dtype=np.float64))
 
     whole = partial(make, total(chosen), what)
@@ -197,9 +269,8 @@ def _of_table(make: Make, path: Path, table: LoadTable, window: str | None, samp
     if merged:
         return whole(whole_because=f"{merged[0]} is a sum of other windows")
     if len(chosen) > 1:
-        first, second = _halves(chosen, labels)
-        how = f"planned on {len(first)} of its windows, scored on the other {len(second)}"
-        return whole(Parts(total(first), total(second), how))
+        divided = divide_windows(chosen, labels)
+        return whole(Parts(total(divided.planned), total(divided.scored), divided.what))
     others = [i for i in range(len(table)) if i not in chosen and not (labels and labels[i].startswith(MERGED))]
     if not others:
         return whole(whole_because="it is one window")
@@ -215,28 +286,12 @@ def _over(make: Make, table: LoadTable, chosen: list[int], what: str, sampling: 
         raise ConfigError(f"--over={sampling.over}: {merged[0]} is a sum of other windows")
     steps = of_windows(table, sampling, chosen, 0)
     what, tokens = f"{steps.what} of {what}", steps.load.tokens
-    first, second = _halves(chosen, labels)
+    divided = divide_windows(chosen, labels)
+    first, second = divided.planned.tolist(), divided.scored.tolist()
     try:
         one, other = (of_windows(table, sampling, part, seed) for seed, part in enumerate((first, second), 1))
         domains = None if sampling.over == "windows" else of_domains(table, sampling, second)
     except ConfigError:
         return make(tokens, what, whole_because=f"half of it is too little for steps over {sampling.over}", steps=steps)
-    how = f"planned on {len(first)} of its windows, scored on the other {len(second)}"
-    parts = Parts(one.load.tokens, other.load.tokens, how, one, other, domains)
+    parts = Parts(one.load.tokens, other.load.tokens, divided.what, one, other, domains)
     return make(tokens, what, parts=parts, steps=steps)
-
-
-def _halves(chosen: list[int], labels: list[str]) -> tuple[list[int], list[int]]:
-    """Split the windows into a first and a second half in order of time; shards of a label (law/0, law/1 …) by label.
-
-    A label names a kind of traffic: splitting each label gives both halves the same mixture.
-    """
-    groups: dict[str, list[int]] = {}
-    for i in chosen:
-        name, slash, _ = labels[i].partition("/") if labels else ("", "", "")
-        groups.setdefault(name if slash else "", []).append(i)
-    alone = groups.pop("", [])
-    for name in [name for name, rows in groups.items() if len(rows) == 1]:
-        alone += groups.pop(name)
-    cut = [(rows, -(-len(rows) // 2)) for rows in (*groups.values(), sorted(alone))]
-    return [i for rows, half in cut for i in rows[:half]], [i for rows, half in cut for i in rows[half:]]
