@@ -96,6 +96,28 @@ values = st.recursive(
 names = st.sampled_from([*GatewayConfig.__struct_fields__, "more"])
 
 
+def test_relative_paths_are_of_the_files_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "fleet" / "fleet.yaml"
+    file.parent.mkdir()
+    file.write_text(
+        "keys: keys.yaml\n"
+        "state: /var/state.json\n"
+        "decode: {fit: fits/router.safetensors, device: h200}\n"
+        "prefill: {device: mine.json}\n"
+        "control: {map: ../map.json, apply: true, advise: {ranks: 4, placement: now.json}}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    config = read_config(Path("fleet/fleet.yaml"))
+    assert config.keys == str(file.parent / "keys.yaml")
+    assert config.state == "/var/state.json"
+    assert config.decode.fit == str(file.parent / "fits" / "router.safetensors")
+    assert (config.decode.device, config.prefill.device) == ("h200", str(file.parent / "mine.json"))
+    assert config.control.map == str(file.parent / ".." / "map.json")
+    assert config.control.advise is not None
+    assert config.control.advise.placement == str(file.parent / "now.json")
+    assert config.tokenizer is None
+
+
 @given(st.dictionaries(names, values, max_size=4))
 def test_any_values(found: dict[str, Any]) -> None:
     try:

@@ -1,5 +1,7 @@
 """Settings of a gateway, as in its YAML file. The attribute docstrings are the file's reference.
 
+Relative paths are of files in the config file's own folder, wherever the gateway is started.
+
 listen: 127.0.0.1:8000
 handshake: vllm
 tokenizer: /models/Qwen3-30B-A3B
@@ -18,13 +20,14 @@ import ssl
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import msgspec.inspect
 import yaml
 
 from coterie.control import ControlSettings, SwitchbackSettings
+from coterie.costs.cells import preset_names
 from coterie.costs.movement import Movement
 from coterie.errors import (
     ConfigError,
@@ -149,10 +152,17 @@ class ControlSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         )
 
 
+Section = TypeVar("Section", bound=msgspec.Struct)
 Role = Literal["prefill", "decode", "both"]
 Handshake = Literal["none", "vllm", "sglang"]
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 MAX_BYTES = 1 << 20
+FILL_IN = "FILL-IN"
+"""Host of a worker that is still to be filled in, in configs that `coterie advise` writes."""
+PATHS = frozenset(
+    ("tokenizer", "placement", "predictor", "keys", "state", "fit", "device", "map", "folder", "certificate", "key")
+)
+"""Settings that are paths, in any section; `device` unless it names a shipped preset."""
 MAX_DEPTH = 16
 """Deepest nesting of a file: PyYAML's C loader overflows the stack on lists nested 200,000 deep."""
 
@@ -443,7 +453,30 @@ def check_role(handshake: Handshake, worker: WorkerEntry) -> None:
 
 def read_config(path: Path) -> GatewayConfig:
     """Read a config file. Raises TraceError or ConfigError with a one-line message, whatever the file holds."""
-    return parse_config(read_small_text(path), path)
+    return _from_folder(parse_config(read_small_text(path), path), path.absolute().parent)
+
+
+def _from_folder(section: Section, folder: Path) -> Section:
+    """Return a section whose relative paths are those of files in a folder."""
+    changes: dict[str, Any] = {}
+    for name in section.__struct_fields__:
+        value = getattr(section, name)
+        if isinstance(value, msgspec.Struct):
+            changes[name] = _from_folder(value, folder)
+        elif name in PATHS and isinstance(value, str) and not (name == "device" and value in preset_names()):
+            changes[name] = str(folder / value)
+    return msgspec.structs.replace(section, **changes)
+
+
+def check_filled_in(workers: Sequence[WorkerEntry]) -> None:
+    """Raise ConfigError if a worker's host is still to be filled in."""
+    for worker in workers:
+        for name in ("url", "kv_events", "kv_replay", "expert_events"):
+            value = getattr(worker, name)
+            check(
+                value is None or FILL_IN not in value,
+                f"worker {worker.id!r}: {name}={value}: put the worker's host in place of {FILL_IN}",
+            )
 
 
 def read_small_text(path: Path) -> str:

@@ -19,9 +19,10 @@ import msgspec
 
 from coterie.errors import InputError, check, check_given
 from coterie.gateway.access import Keys
-from coterie.gateway.config import GatewayConfig, read_config
+from coterie.gateway.config import GatewayConfig, check_filled_in, read_config
 from coterie.gateway.exchange.pool import DECODE, PREFILL
 from coterie.gateway.fleet.keeper import FleetKeeper
+from coterie.gateway.fleet.spec import RouterSpec
 from coterie.gateway.gateway import Gateway, check_access
 from coterie.gateway.parts import GatewayParts
 from coterie.gateway.pods import PodWatch
@@ -31,6 +32,8 @@ from coterie.gateway.watching.metrics import Counter, Gauge, Read
 from coterie.net.access import Address, FleetAccess
 from coterie.net.http1.server import HttpServer, most_connections
 from coterie.net.processes import bind
+from coterie.routing import RouterFit
+from coterie.units import counted
 
 FIXED = (
     "listen",
@@ -72,15 +75,34 @@ Ready = Callable[["RunningGateway", Callable[[], None]], None]
 
 def check_config(config: GatewayConfig) -> None:
     """Raise ConfigError for faults in keys, certificates and routers that would otherwise appear only at the start."""
+    check_filled_in(config.workers)
     check_access(config)
     if config.picker is not None:
         config.picker.tls()
-    specs = {DECODE: config.decode} if config.handshake == "none" else {DECODE: config.decode, PREFILL: config.prefill}
-    for pool, spec in specs.items():
+    for pool, spec in _specs(config).items():
         keeper = FleetKeeper(spec)
         for worker in config.workers:
             if worker.role in (pool, "both"):
                 keeper.join(worker.id, worker.places, worker.speed)
+
+
+def _specs(config: GatewayConfig) -> dict[str, RouterSpec]:
+    """Return the routers of the pools."""
+    return {DECODE: config.decode} if config.handshake == "none" else {DECODE: config.decode, PREFILL: config.prefill}
+
+
+def misfits(config: GatewayConfig) -> list[str]:
+    """Name the fits that were made for another number of workers than their pool has; pods are not known yet."""
+    said = []
+    for pool, spec in _specs(config).items():
+        count = sum(worker.role in (pool, "both") for worker in config.workers)
+        fitted = count if spec.fit is None or config.pods is not None else RouterFit.load(spec.fit).workers
+        if fitted != count:
+            said.append(
+                f"{spec.fit}: the fit is for {counted(fitted, 'worker')}, the {pool} pool has {count}: it serves, and "
+                f"routes better after coterie fit TRACE --workers {count}"
+            )
+    return said
 
 
 def run_gateway(
@@ -213,7 +235,8 @@ class RunningGateway:
         pools = {name: pool.spec.router for name, pool in self.parts.pools.items()}
         self.parts.log.started(self.url, version("coterie"), pools, len(self.parts.entries()))
         keys = self.gateway.keys
-        for problem in (self._problem, self.parts.knowledge.says, *(() if keys is None else keys.warnings)):
+        said = await asyncio.to_thread(misfits, self.parts.changes.over(self.parts.config))
+        for problem in (self._problem, self.parts.knowledge.says, *(() if keys is None else keys.warnings), *said):
             if problem:
                 self.parts.log.warning(problem)
 

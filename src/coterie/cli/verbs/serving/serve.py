@@ -168,12 +168,16 @@ def _compared(spec: RouterSpec) -> list[str]:
 
 
 def _print_check(config: GatewayConfig, path: Path, json: bool) -> None:
+    from coterie.gateway.serve import misfits
+
+    said = misfits(config)
     roles = {role: sum(worker.role == role for worker in config.workers) for role in ("prefill", "decode", "both")}
     if json:
-        print_json({"listen": config.listen, "workers": roles, "decode": config.decode.router})
+        print_json({"listen": config.listen, "workers": roles, "decode": config.decode.router, "notes": said})
     else:
         named = ", ".join(f"{count} {role}" for role, count in roles.items() if count) or "no"
         pods = "" if config.pods is None else f" and the pods of {config.pods.selector}"
+        print_lines(*said)
         print_verdict(
             f"{path} is valid: {named} workers{pods} on {config.listen}, decode routed by {config.decode.router}.",
             f"coterie serve --config {path}",
