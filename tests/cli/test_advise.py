@@ -6,15 +6,25 @@ import json
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from command_line import Ran, Run, refused
+from coterie.answers.advise.advising import Advised, AdviseSettings
+from coterie.answers.advise.decisions import ON, Lever
+from coterie.answers.advise.files import write_advice
+from coterie.answers.fleet.bench import Source
+from coterie.answers.fleet.simulation import FleetSettings
+from coterie.errors import InputError
 from coterie.gateway.config import read_config
 from coterie.placement import read_map
-from coterie.routing import RouterFit
+from coterie.routing import RouterFit, calibration
+from coterie.traces import ActivationTrace, LoadTable
+from coterie.traces.readers import read_as
+from coterie.types import Interval
 from made_traffics import TRAFFICS
 
-SMALL = ("--decoders", 2, "--in-flight", 4, "--requests", 64, "--splits", 3, "--ranks", 8)
+SMALL = ("--splits", 3, "--ranks", 8)
 FLEET = """
 handshake: vllm
 workers:
@@ -41,15 +51,18 @@ def test_what_pays_is_written_so_that_it_can_be_used(run: Run, traffics: Path, t
     ran = run("advise", traffics / "only routing", "--fleet", fleet, *small)
     assert (ran.code, ran.err) == (0, "")
     answer = json.loads(ran.out)
-    assert (answer["dtype"], answer["settings"]["decoders"], answer["settings"]["in_flight"]) == ("bf16", 2, 6)
-    assert (answer["settings"]["ranks"], answer["settings"]["batch"], answer["settings"]["prefill"]) == (4, 2048, 1)
-    assert {one["key"]: one["advice"] for one in answer["decisions"]}["routing"] in ("on", "try it")
+    [deployment] = answer["deployments"]
+    settings = deployment["settings"]
+    assert (answer["dtype"], settings["decoders"], settings["in_flight"]) == ("bf16", 2, 6)
+    assert (settings["ranks"], settings["batch"], settings["prefill"]) == (4, 2048, 1)
+    assert {one["key"]: one["advice"] for one in deployment["decisions"]}["routing"] in ("on", "try it")
     config = read_config(out / "fleet.yaml")
     assert [worker.id for worker in config.workers] == ["prefill-0", "decode-0", "decode-1"]
     assert config.decode.fit is not None
+    assert config.decode.fit == str(out / "router.safetensors")
     assert RouterFit.load(config.decode.fit).workers == 2
     page = (out / "advice.html").read_text()
-    assert all(one["title"] in page for one in answer["decisions"])
+    assert all(one["title"] in page for one in deployment["decisions"])
     assert "http" not in page.replace("http-equiv", "")
     assert json.loads((out / "advice.json").read_text())["verdict"] == answer["verdict"]
 
@@ -58,6 +71,76 @@ def test_what_pays_is_written_so_that_it_can_be_used(run: Run, traffics: Path, t
     assert again.out.splitlines()[0] == again.out.splitlines()[-2], "the verdict comes first and last"
     assert read_map(out / "placement.json").placement.num_ranks == 8
     assert not (out / "router.safetensors").exists(), "what is no longer advised is taken away"
+
+
+def test_the_written_config_serves_once_its_hosts_are_filled_in(
+    run: Run, traffics: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is checked from another folder than the one where it was written, with another number of workers."""
+    trace = read_as(ActivationTrace, traffics / "only routing")
+    source = Source(trace, calibration(trace, np.arange(24)))
+    gain = Interval(6.8, 6.0, 7.7)
+    routing = Lever("routing", "Routing: who", ON, "latency_aware", "a queue", "TPOT", gain, "for gpt-oss-20b")
+    fleet, settings = FleetSettings(decoders=2, in_flight=6), AdviseSettings(decoders=2, in_flight=6, ranks=1)
+    advised = Advised("gpt-oss-20b", "mxfp4", 24, fleet, None, "2 one-GPU decoders", settings, [routing], [])
+    monkeypatch.chdir(tmp_path)
+    write_advice([advised], source, {"trace": "only routing"}, Path("advice"), None)
+    file = tmp_path / "advice" / "fleet.yaml"
+    config = read_config(file)
+    assert config.handshake == "vllm"
+    assert [worker.role for worker in config.workers] == ["prefill", "decode", "decode"]
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    refused(
+        run("serve", "--config", file, "--check"), "worker 'prefill-0'", "put the worker's host in place of FILL-IN"
+    )
+    text = file.read_text()
+    file.write_text(text.replace("FILL-IN", "10.0.0.2"))
+    checked = run("serve", "--config", file, "--check")
+    assert checked.code == 0, checked.err
+    assert "1 prefill, 2 decode workers" in checked.out
+    assert "the fit is for" not in checked.out
+    more = "- {id: decode-2, url: 'http://10.0.0.9:8000', role: decode, places: 24}\n"
+    file.write_text(text.replace("FILL-IN", "10.0.0.2").replace("workers:\n", f"workers:\n{more}"))
+    said = f"{tmp_path / 'advice' / 'router.safetensors'}: the fit is for 2 workers, the decode pool has 3"
+    assert said in run("serve", "--config", file, "--check").out
+    assert any(
+        note.startswith(said) for note in json.loads(run("serve", "--config", file, "--check", "--json").out)["notes"]
+    )
+
+
+def test_the_options_name_the_deployment(run: Run, traffics: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[AdviseSettings] = []
+
+    def note(_: object, __: object, settings: AdviseSettings, *___: object, **____: object) -> None:
+        asked.append(settings)
+        raise InputError("stop")
+
+    monkeypatch.setattr("coterie.answers.advise.advising.advise", note)
+    trace = traffics / "only routing"
+    for options in ((), ("--decoders", 4), ("--ranks", 4), ("--decoders", 2, "--ranks", 4)):
+        refused(run("advise", trace, *options), "stop")
+    named = [(one.decoders, one.gpus, one.ranks) for one in asked]
+    assert named == [(None, 1, 1), (4, 1, 1), (0, 1, 4), (2, 4, 4)]
+    refused(run("advise", trace, "--decoders", 4, "--batch", 64), "--batch is of a group: name its --ranks")
+    refused(run("advise", trace, "--ranks", 4, "--prompts"), "name its --decoders")
+
+
+def test_a_load_table_is_answered_for_placement_alone(run: Run, tmp_path: Path) -> None:
+    hot = np.where(np.arange(32) < 4, 800, 100).astype(np.uint64)
+    LoadTable(np.tile(hot, (8, 24, 1)), "gpt-oss-20b").save(tmp_path / "table")
+    out = tmp_path / "advice"
+    ran = run("advise", tmp_path / "table", "--batch", 4096, "--dtype", "bf16")
+    assert ran.code == 0, ran.err
+    first = ran.out.splitlines()[0]
+    where = "For gpt-oss-20b in bf16 on one expert-parallel group of 8 ranks, 4,096 tokens a step: turn on placement"
+    assert first.startswith(where)
+    assert "routing, batching, graph sizes (it takes recorded requests" in first
+    last = ran.out.splitlines()[-1]
+    assert last == f"Next: coterie advise {tmp_path / 'table'} --batch 4096 --dtype bf16 --out advice"
+    assert run("advise", tmp_path / "table", "--batch", 4096, "--dtype", "bf16", "--out", out).code == 0
+    assert read_map(out / "placement.json").placement.num_ranks == 8
+    assert not (out / "fleet.yaml").exists()
 
 
 def test_an_interrupt_ends_in_one_line_and_leaves_no_page_without_its_files(

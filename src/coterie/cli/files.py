@@ -23,12 +23,27 @@ def read_activations(
 
     `named` begins the error message: the option that gave the path.
     """
-    from coterie.traces import ActivationTrace
+    from coterie.traces.readers import ReadOptions, read_trace
+
+    return _activations(read_trace(path, format, ReadOptions(model=model, num_experts=num_experts)), f"{named}{path}")
+
+
+def read_experts(
+    path: Path, format: str | None, model: str | None, num_experts: int | None
+) -> ActivationTrace | LoadTable:
+    """Read an activation trace or a load table in any known format; raise for requests without experts."""
+    from coterie.traces import LoadTable
     from coterie.traces.readers import ReadOptions, read_trace
 
     trace = read_trace(path, format, ReadOptions(model=model, num_experts=num_experts))
+    return trace if isinstance(trace, LoadTable) else _activations(trace, str(path))
+
+
+def _activations(trace: object, said: str) -> ActivationTrace:
+    from coterie.traces import ActivationTrace
+
     if not isinstance(trace, ActivationTrace):
-        raise ConfigError(f"{named}{path} must be an activation trace; it holds a {type(trace).__name__}")
+        raise ConfigError(f"{said} must be an activation trace; it holds a {type(trace).__name__}")
     trace.validate()  # a memory-mapped trace is unread so far; the error for a bad id must name the file
     return trace
 

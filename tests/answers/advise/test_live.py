@@ -106,12 +106,14 @@ def test_the_command_advises_on_what_a_gateway_has_seen(
     assert ran.code == 0, ran.err
     answer = json.loads(ran.out)
     assert (answer["model"], answer["recorded"] >= REQUESTS) == ("coterie-tiny", True)
-    asked = answer["settings"]
+    [deployment] = answer["deployments"]
+    asked = deployment["settings"]
+    assert (asked["gpus"], asked["ranks"]) == (4, 4)
     assert (asked["decoders"], asked["places"], asked["prefill"], asked["prompts"]) == (2, 16, 1, False)
-    answers = {one["key"]: one["advice"] for one in answer["decisions"]}
+    answers = {one["key"]: one["advice"] for one in deployment["decisions"]}
     assert set(answers) >= {"routing", "placement", "live_loop"}
     assert answers["live_loop"] != "not now", "seconds of traffic cannot tell"
-    assert any("drawn" in note for note in answer["notes"])
+    assert any("drawn" in note for note in deployment["notes"])
     assert str(live.worker) in answer["next"] or "advice" in answer["next"]
 
 

@@ -1,7 +1,8 @@
 """Decisions of an expert-parallel group: a placement for this traffic, vLLM's EPLB, and planning again as load moves.
 
-Plans are made on one half of the requests and timed on the other, in several splits. Planning again is played through
-windows of the recording in order of arrival: every plan knows only windows before it, and its moves cost time.
+A plan is made and timed on the parts that `coterie plan` divides a recording into, so that both give the same gain. Its
+interval comes from the deviation between random halves of these parts. Planning again is played through windows of the
+recording in order of arrival: every plan knows only windows before it, and its moves cost time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coterie.answers.advise.decisions import NOT_NOW, ON, Arm, Lever, advice_of, unknown
+from coterie.answers.plan.loads import FEWEST_REQUESTS, Division
 from coterie.answers.plan.pricing import Placed, Pricing, gain_pct
 from coterie.answers.runs import WORTH_PCT, interval, with_ends
 from coterie.answers.suites import Report
@@ -29,8 +31,12 @@ WINDOWS, HISTORY = 8, 2
 """Windows of a recording, and the windows that a plan is made from."""
 EPLB_STEPS = 3000.0
 """Steps between two of vLLM's rearrangements; the length of a window if the recording has no times."""
-FEWEST = 20
-"""Fewest requests to halve."""
+FEWEST_WINDOWS = 8
+"""Fewest windows of a load table for an interval: its parts are halved once more."""
+TITLES = {
+    "placement": "Placement: which rank holds which experts",
+    "live_loop": "Live loop: planning again as the load moves",
+}
 IN_ORDER = "experts in order"
 
 
@@ -50,12 +56,29 @@ REARRANGED = tuple(
 )
 
 
+class BestEplb(NamedTuple):
+    """The best way to use vLLM's EPLB."""
+
+    gain: Interval
+    interval_steps: float | None
+    """Steps between two plans; None plans once."""
+
+    @property
+    def sentence(self) -> str:
+        worth = "worth it" if advice_of(self.gain) == ON else "not worth it"
+        often = "once" if self.interval_steps is None else f"every {self.interval_steps:,.0f} steps"
+        moves = "" if self.interval_steps is None else ", moves included"
+        return f"EPLB is {worth} here: {often} it saves {with_ends(self.gain, unit='%')}{moves}"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """Footprints of the recorded requests, and the group whose placement is in question."""
+    """Footprints of the recorded requests or windows, and the group whose placement is in question."""
 
     counts: Loads
-    """[request, layer, expert] activations."""
+    """[request, layer, expert] activations, or those of [window, layer, expert]."""
+    division: Division | None
+    """Rows to plan on and to score on; None if there are too few."""
     arrival_s: NDArray[np.float64] | None
     """[request] arrival times; None if the recording has none."""
     model: StepModel
@@ -66,9 +89,12 @@ class Groups:
     """Tokens of a decode step over all ranks."""
     splits: int = 6
     seed: int = 0
-    horizon: float = 10_000.0
+    horizon: float | None = None
+    """Steps that a plan serves; None for the default of `coterie plan`."""
     newest: bool = False
     """Whether they are only the newest requests of a fleet, too short a time to rule out that load moves."""
+    table: bool = False
+    """Whether they are windows of a load table, not requests."""
     report: Report = lambda *_: None
 
     @property
@@ -82,58 +108,77 @@ class Groups:
         return Placement.linear(layers, experts, self.model.topology.num_ranks)
 
     def decisions(self) -> Iterator[Lever]:
-        titles = "Placement: which rank holds which experts", "Live loop: planning again as the load moves"
-        if len(self.counts) < FEWEST:
-            why = f"it takes {FEWEST} requests to plan on some and time on others, and there are {len(self.counts)}"
-            yield from map(unknown, ("placement", "live_loop"), titles, repeat(self.where), repeat(why))
+        count = len(self.counts)
+        if self.division is None or (count < FEWEST_REQUESTS and not self.table):
+            fewest, what = (2, "windows") if self.table else (FEWEST_REQUESTS, "requests")
+            why = f"it takes {fewest} {what} to plan on some and time on others, and there are {count}"
+            yield from map(unknown, TITLES, TITLES.values(), repeat(self.where), repeat(why))
             return
+        yield from self._levers(self._gains(self.division))
+
+    def _levers(self, found: dict[str, Interval]) -> tuple[Lever, Lever]:
+        if self.table:
+            why = "it takes arrival times, and a load table has none"
+            return self._placement(found, 0.0), unknown("live_loop", TITLES["live_loop"], self.where, why)
         gains: dict[str, list[float]] = {}
-        steps = 0.0
+        steps = self._window_steps(found["step_s"].mean)
         for split in range(self.splits):
-            steps = self._split(split, gains)
-            self.report("Planning placements", split + 1, self.splits)
-        found = {name: interval(values, overlap=1.0) for name, values in gains.items()}
-        placement = self._placement(titles[0], found, steps)
-        live = self._live_loop(titles[1], found, steps)
+            self._play(split, steps, gains)
+            self.report("Planning again", split + 1, self.splits)
+        found |= {name: interval(values, overlap=1.0) for name, values in gains.items()}
+        placement, live = self._placement(found, steps), self._live_loop(found, steps)
         if live.advice == ON:  # a plan made once is overtaken, whatever it gains by moving hot experts apart
             placement = replace(placement, advice=NOT_NOW, opening="A plan made once does not last")
-        yield placement
-        yield live
+        return placement, live
+
+    def _gains(self, division: Division) -> dict[str, Interval]:
+        """Return what plans gain on the part to score on; intervals are of plans on random halves of the parts."""
+        whole = self._scored(division.planned, division.scored)
+        halves: dict[str, list[float]] = {name: [] for name in whole}
+        divisible = not self.table or len(self.counts) >= FEWEST_WINDOWS
+        for split in range(self.splits if divisible else 0):
+            rng = np.random.default_rng([self.seed + split, 6])
+            parts = (rng.permutation(rows)[: len(rows) // 2] for rows in (division.planned, division.scored))
+            for name, value in self._scored(*parts).items():
+                halves[name].append(value)
+            self.report("Planning placements", split + 1, self.splits)
+        return {name: _around(value, halves[name]) for name, value in whole.items()}
 
     def plan(self, tokens: Loads | None = None, planner: str = OURS, now: Placement | None = None) -> Plan:
         """Plan for a load [layer, expert], by default that of all requests."""
         pricing = self._pricing(self.counts.sum(axis=0) if tokens is None else tokens, self.horizon)
         return self._plan(pricing, planner, now or self.linear)
 
-    def _pricing(self, tokens: Loads, horizon: float) -> Pricing:
-        return Pricing(self.model, self.model.topology, tokens, {"horizon": horizon})
+    def _pricing(self, tokens: Loads, horizon: float | None) -> Pricing:
+        settings = {} if horizon is None else {"horizon": horizon}
+        return Pricing(self.model, self.model.topology, tokens, settings)
 
     def _plan(self, pricing: Pricing, planner: str, now: Placement) -> Plan:
         made = planners.make(planner, {"objective": pricing.objective(self.batch)})
         return made.plan(pricing.load(self.batch), pricing.topology, now)
 
-    def _split(self, number: int, gains: dict[str, list[float]]) -> float:
-        """Add the gains of one split by name; return the steps of a window."""
-        rng = np.random.default_rng([self.seed + number, 6])
+    def _scored(self, planned: NDArray[np.int64], scored: NDArray[np.int64]) -> dict[str, float]:
+        """Plan on some rows, and return gains and balance on others by name."""
+        seen, unseen = (self._pricing(self.counts[rows].sum(axis=0), self.horizon) for rows in (planned, scored))
+        now = Placed(self.linear)
+        gains = {"balance": unseen.balance(self.batch, now), "step_s": unseen.step_s(self.batch, now)}
+        for name in (OURS, EPLB):
+            made = Placed.of(self._plan(seen, name, now.placement))
+            gains[name] = unseen.gain_pct(self.batch, now, made)
+            gains[f"{name}, balance"] = unseen.balance(self.batch, made)
+            gains[f"{name}, decode"] = unseen.gain_pct(self.decode_batch, now, made)
+        return gains
+
+    def _play(self, split: int, steps: float, gains: dict[str, list[float]]) -> None:
+        """Plan again and again through the windows of the recording; add the gains of one split by name.
+
+        Plans are made from one half of the requests, and timed on the other.
+        """
+        rng = np.random.default_rng([self.seed + split, 6])
         count = len(self.counts)
         planned = np.zeros(count, np.bool_)
         planned[rng.permutation(count)[: count // 2]] = True
         order = rng.permutation(count) if self.arrival_s is None else np.argsort(self.arrival_s, kind="stable")
-        earlier, later = planned, ~planned
-        if self.arrival_s is not None:  # a plan serves what comes after it
-            earlier, later = (
-                half & np.isin(np.arange(count), rows)
-                for half, rows in zip((planned, ~planned), np.array_split(order, 2), strict=True)
-            )
-        seen, unseen = (self._pricing(self.counts[part].sum(axis=0), self.horizon) for part in (earlier, later))
-        now = Placed(self.linear)
-        for name, planner in ((OURS, OURS), (EPLB, EPLB)):
-            made = Placed.of(self._plan(seen, planner, now.placement))
-            gains.setdefault(name, []).append(unseen.gain_pct(self.batch, now, made))
-            gains.setdefault(f"{name}, balance", []).append(unseen.balance(self.batch, made))
-            gains.setdefault(f"{name}, decode", []).append(unseen.gain_pct(self.decode_batch, now, made))
-        gains.setdefault("balance", []).append(unseen.balance(self.batch, now))
-        steps = self._window_steps(unseen.step_s(self.batch, now))
         edges = np.linspace(0, count, WINDOWS + 1).astype(int)
         parts = [
             [self.counts[rows[half[rows]]].sum(axis=0) for half in (planned, ~planned)]
@@ -147,7 +192,6 @@ class Groups:
             gains.setdefault(policy.name, []).append(gain_pct(never, walked))
             gains.setdefault(f"{policy.name}, once", []).append(gain_pct(once, walked))
         gains.setdefault(ONCE.name, []).append(gain_pct(never, once))
-        return steps
 
     def _window_steps(self, moe_s: float) -> float:
         """Return the steps of a window for a group that is always busy."""
@@ -173,19 +217,18 @@ class Groups:
             seconds += steps * self._pricing(loads[window, 1], self.horizon).step_s(self.batch, placed)
         return seconds
 
-    def _placement(self, title: str, found: dict[str, Interval], steps: float) -> Lever:
+    def _placement(self, found: dict[str, Interval], steps: float) -> Lever:
+        assert self.division is not None
         gain, once = found[OURS], self.plan()
-        policy = max(REARRANGED, key=lambda policy: found[policy.name].mean)
-        eplb = found[policy.name]
-        worth = "worth it" if advice_of(eplb) == ON else "not worth it"
-        every = steps * (policy.every or 1)
+        played = [policy for policy in REARRANGED if policy.name in found]
         paid = f"{counted(len(once.moves), 'move')} paid for after {counted(round(once.break_even_steps), 'step')}"
+        eplb = self._eplb(found, played, steps)
         return Lever(
             key="placement",
-            title=title,
+            title=TITLES["placement"],
             advice=advice_of(gain),
             chosen="the plan for this traffic",
-            against=f"{IN_ORDER}, on {'later ' if self.arrival_s is not None else ''}requests not planned on",
+            against=f"{IN_ORDER}, {self.division.what}",
             metric="the MoE layers' time",
             gain=gain,
             where=self.where,
@@ -193,23 +236,34 @@ class Groups:
                 f"balancedness {found['balance'].mean:.2f} becomes {found[f'{OURS}, balance'].mean:.2f}",
                 f"{found[f'{OURS}, decode'].mean:.1f}% at {self.decode_batch:,} tokens a step, as in decode",
                 paid if gain.mean >= WORTH_PCT and once.saving_s > 0 else "",
-                f"EPLB is {worth} here: every {every:,.0f} steps it saves {with_ends(eplb, unit='%')}, moves included",
+                eplb.sentence,
             ),
             do="the placement file, loaded by the plugin's EPLB policy, see docs/engines/vllm.md",
             arms=(
                 Arm("plan for this traffic", gain),
                 Arm("EPLB, once", found[EPLB]),
-                *(Arm(policy.name, found[policy.name]) for policy in REARRANGED),
+                *(Arm(policy.name, found[policy.name]) for policy in played),
             ),
             data={
-                "eplb": {"advice": advice_of(eplb), "gain_pct": eplb._asdict(), "interval_steps": every},
+                "eplb": {
+                    "advice": advice_of(eplb.gain),
+                    "gain_pct": eplb.gain._asdict(),
+                    "interval_steps": eplb.interval_steps,
+                },
                 "break_even_steps": once.break_even_steps if np.isfinite(once.break_even_steps) else None,
             },
         )
 
-    def _live_loop(self, title: str, found: dict[str, Interval], steps: float) -> Lever:
+    def _eplb(self, found: dict[str, Interval], played: list[Policy], steps: float) -> BestEplb:
+        if not played:
+            return BestEplb(found[EPLB], None)
+        policy = max(played, key=lambda policy: found[policy.name].mean)
+        return BestEplb(found[policy.name], steps * (policy.every or 1))
+
+    def _live_loop(self, found: dict[str, Interval], steps: float) -> Lever:
+        title = TITLES["live_loop"]
         if self.arrival_s is None:
-            return unknown("live_loop", title, self.where, "the recording has no times, so that no shift shows in it")
+            return unknown("live_loop", title, self.where, "it takes arrival times, and the recording has none")
         arms = [Arm(policy.name, found[f"{policy.name}, once"]) for policy in (AS_IT_PAYS, *REARRANGED)]
         best = arms[0]
         if self.newest and advice_of(best.gain) == NOT_NOW:
@@ -230,3 +284,12 @@ class Groups:
             arms=tuple(arms),
             data={"window_steps": steps},
         )
+
+
+def _around(value: float, halves: list[float]) -> Interval:
+    """Return the interval of a value by the deviation between halves of the recording; none without halves."""
+    if len(halves) < 2:
+        return Interval(value, None, None)
+    mean, low, _ = interval(halves, overlap=1.0)
+    assert low is not None
+    return Interval(value, value - (mean - low), value + (mean - low))

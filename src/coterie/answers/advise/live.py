@@ -16,8 +16,8 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from coterie.answers.advise.groups import FEWEST
 from coterie.answers.fleet.bench import Source
+from coterie.answers.plan.loads import FEWEST_REQUESTS
 from coterie.errors import ConfigError, InputError, UnavailableError
 from coterie.gateway.config import GatewayConfig, WorkerEntry
 from coterie.gateway.control.live import is_wanted
@@ -63,11 +63,11 @@ class GatewayTraffic(msgspec.Struct):
     def source(self) -> Source:
         """Return the requests as a trace of drawn tokens, with the exact counts. Raises InputError if there are few."""
         kept = self.kept
-        if kept is None or len(kept.finished_s) < FEWEST:
+        if kept is None or len(kept.finished_s) < FEWEST_REQUESTS:
             seen = 0 if kept is None else len(kept.finished_s)
             why = f" ({self.reason})" if self.reason else ""
             raise ConfigError(
-                f"the gateway keeps {seen} finished requests with their experts, and it takes {FEWEST}{why}: "
+                f"the gateway keeps {seen} finished requests with their experts, and it takes {FEWEST_REQUESTS}{why}: "
                 f"{self.needed}, or record a worker: {record_command(self.worker)}"
             )
         rng, finished_s = np.random.default_rng(0), np.array(kept.finished_s)

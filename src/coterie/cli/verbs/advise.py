@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coterie.cli.files import read_activations, read_bearer
+from coterie.cli.files import read_bearer, read_experts
 from coterie.cli.output import (
     AdminKeyFileOption,
     FromOption,
@@ -35,29 +35,30 @@ def advise_command(
         str,
         typer.Argument(
             metavar="TRACE|URL",
-            help="Your traffic: a recording (an activation trace, in any known format), or the URL of a gateway, for "
-            "the newest requests that its control loop keeps; sample:gpt-oss-20b is a recording that is shipped.",
+            help="Your traffic: a recording (an activation trace, in any known format; a load table, for placement "
+            "alone), or the URL of a gateway, for the newest requests that its control loop keeps; "
+            "sample:gpt-oss-20b is a recording that is shipped.",
         ),
     ],
     fleet: Annotated[
         Path | None,
         typer.Option(
             "--fleet",
-            help="Config file of your gateway: its decoders, their places, ranks, model and dtype are taken from it. "
-            "Default for a URL: the gateway's own.",
+            help="Config file of your gateway, to advise on the deployment that it describes: decoders, their places, "
+            "ranks, model and dtype. Default for a URL: the gateway's own.",
         ),
     ] = None,
     decoders: Annotated[
         int | None,
         typer.Option(
-            "--decoders", min=1, max=1024, help="Decode workers. Default: 8, or what half of the recording keeps busy."
+            "--decoders",
+            min=1,
+            max=1024,
+            help="Decode workers: advise on this fleet alone. Default: 8, or what half of the recording keeps busy.",
         ),
     ] = None,
     in_flight: Annotated[
         int | None, typer.Option("--in-flight", min=1, max=4096, help="Requests on each decoder. Default: 16.")
-    ] = None,
-    gpus: Annotated[
-        int | None, typer.Option("--gpus", min=1, max=1024, help="GPUs of one decoder. Default: 1.")
     ] = None,
     prompts: Annotated[
         bool | None,
@@ -71,7 +72,13 @@ def advise_command(
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", min=1, max=1024, help="GPUs that share the experts, for placement. Default: 8."),
+        typer.Option(
+            "--ranks",
+            min=1,
+            max=1024,
+            help="GPUs that share the experts: advise on one such group alone, or with --decoders or --fleet on "
+            "decoders that are groups. Default: 8 for a group, 1 for a decoder.",
+        ),
     ] = None,
     batch: Annotated[
         int | None, typer.Option("--batch", min=1, help="Tokens of a step of that group. Default: 8192, as in prefill.")
@@ -104,16 +111,21 @@ def advise_command(
     admin_key_file: AdminKeyFileOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Say what pays on your traffic: routing, batching, placement, planning again, graph sizes; and what does not."""
+    """Say what pays on your traffic: routing, batching, placement, planning again, graph sizes; and what does not.
+
+    Without --fleet, --decoders or --ranks it advises on two deployments: decoders of one GPU, and one group of 8 ranks.
+    """
     from coterie.answers.advise.advising import AdviseSettings, advise
     from coterie.answers.advise.files import write_advice
     from coterie.answers.advise.live import GatewayTraffic, read_gateway
+    from coterie.answers.advise.tables import Windows
     from coterie.answers.fleet.bench import Source
     from coterie.answers.page import check_report_folder
     from coterie.costs.presets import load_preset
     from coterie.gateway.config import read_config
     from coterie.models import model_of
     from coterie.routing.calibration import calibration
+    from coterie.traces import LoadTable
     from coterie.traces.readers import trace_path
     from coterie.types import check_dtype
 
@@ -125,6 +137,12 @@ def advise_command(
             ),
             "--from and --num-experts are for a recording; a gateway tells its own": is_url and (from_ or num_experts),
             "--admin-key-file is for the URL of a gateway": admin_key_file is not None and not is_url,
+            "--batch is of a group: name its --ranks": batch is not None and ranks is None and decoders is not None,
+            "--prompts and --kv-tokens are of a fleet: name its --decoders": ranks is not None
+            and (prompts is not None or kv_tokens is not None)
+            and decoders is None
+            and fleet is None
+            and not is_url,
         }
     )
     config = None if fleet is None else read_config(fleet)
@@ -147,33 +165,54 @@ def advise_command(
     asked = {
         "decoders": decoders,
         "in_flight": in_flight,
-        "gpus": gpus,
         "prompts": prompts,
         "kv_tokens": kv_tokens,
         "ranks": ranks,
         "batch": batch,
         "dtype": dtype,
         "preset": preset,
-        "splits": splits,
-        "requests": requests,
-        "seed": seed,
     }
-    settings = AdviseSettings(**{**known, **{name: value for name, value in asked.items() if value is not None}})
+    given = {name: value for name, value in asked.items() if value is not None}
+    counts = {"splits": splits, "requests": requests, "seed": seed}
+    settings = AdviseSettings(**{**known, **_deployment(decoders, ranks, config is not None), **given, **counts})
     load_preset(settings.preset)
     spec = None if named is None else model_of("", named)
-    opened = live or read_activations(Path(trace), from_, None if spec is None else spec.name, num_experts)
+    opened = live or read_experts(Path(trace), from_, None if spec is None else spec.name, num_experts)
     with reporting("Counting requests") as report:
-        source = opened.source() if isinstance(opened, GatewayTraffic) else Source(opened, calibration(opened))
-        spec = spec or model_of(source.trace.meta.model)
-        advised = advise(source, spec, settings, report, newest=live is not None)
-    result: dict[str, Any] = {"trace": trace, "device": settings.preset, **advised.to_json()}
-    result["next"] = _next(trace, advised, out_folder, live)
+        if isinstance(opened, LoadTable):
+            spec = spec or model_of(opened.model)
+            source: Source | Windows = Windows.of(Path(trace), opened, spec)
+        else:
+            source = opened.source() if isinstance(opened, GatewayTraffic) else Source(opened, calibration(opened))
+            spec = spec or model_of(source.trace.meta.model)
+        apart = config is None and decoders is None and ranks is None
+        advice = [
+            advise(source, spec, one, report, newest=live is not None)
+            for one in (settings.apart(source, spec) if apart else [settings])
+        ]
+    result: dict[str, Any] = {
+        "trace": trace,
+        "device": settings.preset,
+        "model": advice[0].model,
+        "dtype": advice[0].dtype,
+        "recorded": advice[0].recorded,
+        "deployments": [advised.to_json() for advised in advice],
+        "verdict": " ".join(advised.verdict for advised in advice),
+        "next": _next(trace, advice, out_folder, live, {"fleet": fleet, "model": model, "from": from_, **given}),
+    }
     if out_folder is not None:
-        result["written"] = [str(path) for path in write_advice(advised, source, result, out_folder, config)]
+        result["written"] = [str(path) for path in write_advice(advice, source, result, out_folder, config)]
     if json_output:
         print_json(result)
     else:
-        _print(advised, result)
+        _print(advice, result)
+
+
+def _deployment(decoders: int | None, ranks: int | None, of_config: bool) -> dict[str, int]:
+    """Return the settings of the deployment that the options name; empty if they name none."""
+    if ranks is None:
+        return {} if of_config or decoders is None else {"ranks": 1}
+    return {"gpus": ranks} if of_config or decoders is not None else {"decoders": 0}
 
 
 def _of_config(config: GatewayConfig, workers: list[WorkerEntry]) -> dict[str, Any]:
@@ -199,35 +238,49 @@ def _of_config(config: GatewayConfig, workers: list[WorkerEntry]) -> dict[str, A
     return {name: value for name, value in said.items() if value is not None}
 
 
-def _next(trace: str, advised: Advised, out_folder: Path | None, live: GatewayTraffic | None) -> str:
-    """Return the next command to run."""
+def _next(
+    trace: str, advice: list[Advised], out_folder: Path | None, live: GatewayTraffic | None, given: dict[str, Any]
+) -> str:
+    """Return the next command to run; `given` are the options that say what was asked."""
     from coterie.answers.advise.decisions import ON, TOO_LITTLE, TRY
-    from coterie.answers.advise.files import GATEWAY
+    from coterie.answers.advise.files import config_name
     from coterie.answers.advise.live import record_command
 
-    answers = advised.answers
-    if out_folder is None and {ON, TRY} & set(answers.values()):
-        return shell("coterie", "advise", trace, "--out", "advice")
-    if out_folder is not None and {ON, TRY} & {answers.get("routing"), answers.get("live_loop")}:
-        return shell("coterie", "serve", "--config", out_folder / GATEWAY, "--check")
-    if live is not None or TOO_LITTLE in answers.values():
+    answers = {said for advised in advice for said in advised.answers.values()}
+    if out_folder is None and {ON, TRY} & answers:
+        options = [word for name, value in given.items() for word in _option(name, value)]
+        return shell("coterie", "advise", trace, *options, "--out", "advice")
+    configs = list(filter(None, map(config_name, advice)))
+    if out_folder is not None and configs:
+        return shell("coterie", "serve", "--config", out_folder / configs[0], "--check")
+    if live is not None or TOO_LITTLE in answers:
         return record_command("http://HOST:8000" if live is None else live.worker)
     return shell("coterie", "inspect", trace)
 
 
-def _print(advised: Advised, result: dict[str, Any]) -> None:
+def _option(name: str, value: Any) -> list[str]:
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    return [] if value is None else [f"--{flag}", str(value)]
+
+
+def _print(advice: list[Advised], result: dict[str, Any]) -> None:
     set_width()
-    print_lines(advised.verdict, "")
-    print_table(
-        f"{advised.model} in {advised.dtype} on {result['device']}, {advised.recorded:,} recorded requests",
-        ["decision", "advice", "gain %", "of"],
-        [_cells(decision) for decision in advised.decisions],
-        note="Gains with 95% intervals, each against what runs without the decision.",
-    )
-    for decision in advised.decisions:
+    print_lines(*(advised.verdict for advised in advice), "")
+    for advised in advice:
+        recorded = f"{advised.recorded:,} recorded {'windows' if advised.of_table else 'requests'}"
+        print_table(
+            f"{advised.model} in {advised.dtype} on {result['device']}, {recorded}: {advised.where}",
+            ["decision", "advice", "gain %", "of"],
+            [_cells(decision) for decision in advised.decisions],
+            note="Gains with 95% intervals, each against what runs without the decision.",
+        )
+    for decision in (decision for advised in advice for decision in advised.decisions):
         print_lines("", f"{decision.title}: {decision.advice}.", decision.sentence)
-    print_lines("", *advised.notes, *(f"Written: {path}" for path in result.get("written", ())))
-    print_verdict(advised.verdict, result["next"])
+    notes = dict.fromkeys(note for advised in advice for note in advised.notes)
+    print_lines("", *notes, *(f"Written: {path}" for path in result.get("written", ())))
+    print_verdict("\n".join(advised.verdict for advised in advice), result["next"])
 
 
 def _cells(decision: Any) -> list[Any]:
