@@ -68,7 +68,8 @@ def sglang_das(replicas: Replicas, sender: Sender, rng: np.random.Generator) -> 
 def tensorrt_llm(replicas: Replicas, sender: Sender, _: np.random.Generator) -> NDArray[np.int64]:
     """In turn within blocks of 1024 entries, from the number of the block and the rank (moeLoadBalanceKernels.cu)."""
     block, inside = np.divmod(np.arange(TOKENS), 1024)
-    return np.array(replicas.slots)[(block + inside + sender.rank) % len(replicas.slots)]
+    slots: NDArray[np.int64] = np.array(replicas.slots)
+    return np.asarray(slots[(block + inside + sender.rank) % len(slots)])
 
 
 def ascend(replicas: Replicas, sender: Sender, _: np.random.Generator) -> NDArray[np.int64]:
