@@ -55,13 +55,13 @@ def test_a_worker_that_was_never_reached_is_said_once() -> None:
                 members = found.running.parts.pools["decode"].members
                 await until(lambda: all(member.health.checks > 6 for member in members.values()))
                 await until(lambda: "unreached" in states(found, "a") and "unreached" in states(found, "gone"))
-                assert "Not reached: a, gone; coterie serve" in verdict(found)
+                assert "Not reached: a, gone. To do: look after a, gone; see what coterie serve" in verdict(found)
                 assert found.metrics['coterie_gateway_worker_healthy{worker="gone"}'] == 0
                 told = (await found.client.ask("GET", "/workers")).json["workers"]
                 assert [one["health_error"].partition(":")[0] for one in told] == ["HTTP 503", "connect"]
                 a.well = True
                 await until(lambda: "healthy" in states(found, "a"))
-                assert "Not reached: gone; " in verdict(found)
+                assert "Not reached: gone. To do: look after gone; see what" in verdict(found)
                 a.well = False
                 await until(lambda: "unhealthy" in states(found, "a"))
                 assert states(found, "a") == ["joined", "unreached", "healthy", "unhealthy"]
@@ -97,7 +97,9 @@ def test_event_streams_that_do_not_come_are_said_once_and_when_they_are_back(tmp
 
                 await until(lambda: lost() == {"kv_events", "expert_events"})
                 await until(lambda: connected().get('stream="expert_events",worker="b"') == 1)
-                assert "Not reached: expert_events of a, kv_events of a; coterie serve" in verdict(found)
+                assert "Not reached: expert_events of a, kv_events of a. To do: see what coterie serve" in verdict(
+                    found
+                )
                 told = (await found.client.ask("GET", "/workers")).json["workers"]
                 assert told[0]["streams"] == {"kv_events": False, "expert_events": False}
                 publishers: list[Publisher | EventPublisher] = [Publisher(kv), EventPublisher(experts, 0, 16)]

@@ -270,6 +270,8 @@ def verdict(
         kinds = [kind for kind in kinds if kind != "plan_made"]  # it is being applied
     away = [str(worker["id"]) for worker in workers if not worker["open"]]
     to_do = [f"look after {_cut(', '.join(away), 60)}"] if away else [] if workers else ["add a worker"]
+    unreached = _unreached(workers)
+    to_do += ["see what coterie serve --config FILE --check --live says"] if unreached else []
     todos = {**TO_DO, "plan_made": loop["to_apply"] and f"{loop['to_apply']}: the plan is under Placement"}
     to_do += [todos[kind] for kind in kinds[-1:] if todos.get(kind)]
     said = [f"{_fleet(workers)}{_minute(minute)}"]
@@ -278,7 +280,7 @@ def verdict(
     if comparison is not None:
         said.append(comparison["sentence"].partition(";")[0].rstrip("."))  # the panel has all of it
     said += [CHANGES[kind] for kind in kinds[-1:]]
-    said += _lost(workers)
+    said += [f"Not reached: {_cut(', '.join(unreached), 100)}"] if unreached else []
     said.append(f"To do: {'; '.join(to_do)}" if to_do else "Nothing is to be done")
     return f"{'. '.join(said)}."
 
@@ -298,12 +300,10 @@ def _fleet(workers: Sequence[Told]) -> str:
     return f"{who} {requests} now"
 
 
-def _lost(workers: Sequence[Told]) -> list[str]:
-    """Return a sentence that names the workers and event streams without a connection, or none."""
-    lost = [str(worker["id"]) for worker in workers if worker.get("unreached")]
-    lost += [f"{name} of {worker['id']}" for worker in workers for name in worker.get("lost_streams", ())]
-    said = f"Not reached: {_cut(', '.join(lost), 100)}; coterie serve --config FILE --check --live says why"
-    return [said] if lost else []
+def _unreached(workers: Sequence[Told]) -> list[str]:
+    """Return the workers, and the event streams of workers, without a connection."""
+    streams = [f"{name} of {worker['id']}" for worker in workers for name in worker.get("lost_streams", ())]
+    return [str(worker["id"]) for worker in workers if worker.get("unreached")] + streams
 
 
 def _minute(minute: Told) -> str:
