@@ -39,7 +39,9 @@ def gpt_oss(clone: Path, out: Path) -> None:
     files = (file for file in clone.glob("data/*/*/*_examples.json") if file.parts[-3] != "sorry_bench_base")
     order = sorted(files, key=lambda file: file.relative_to(clone).parts)
     kept = [file for number, file in enumerate(order) if number % 3 != 2]
-    experts, gates, rows = [], [], []
+    experts: list[NDArray[np.uint8]] = []
+    gates: list[NDArray[np.float16]] = []
+    rows: list[dict[str, Any]] = []
     for number, file in enumerate(kept):
         example = json.loads(file.read_bytes())
         tokens = [
@@ -66,7 +68,7 @@ def gpt_oss(clone: Path, out: Path) -> None:
                 "generated_tokens": None if hidden else example["generated_only"],
             }
         )
-    arrays = {"expert_ids": np.concatenate(experts), "gate_probs_f16": np.concatenate(gates)}
+    arrays: dict[str, Any] = {"expert_ids": np.concatenate(experts), "gate_probs_f16": np.concatenate(gates)}
     np.savez_compressed(out / "routing.npz", allow_pickle=False, **arrays, offsets=_offsets(experts))
     (out / "requests.jsonl.gz").write_bytes(gzip.compress(_lines(rows), mtime=0))
 
@@ -74,7 +76,9 @@ def gpt_oss(clone: Path, out: Path) -> None:
 @repacks("deepseek-v2-lite")
 def esft(clone: Path, out: Path) -> None:
     """Repack files of one line a sample for each layer: all experts, then all gate weights."""
-    experts, gates, rows = [], [], []
+    experts: list[NDArray[np.uint8]] = []
+    gates: list[NDArray[np.uint16]] = []
+    rows: list[dict[str, Any]] = []
     for domain in ("intent", "law", "summary", "translation"):
         folder = clone / "results" / "expert_scores" / domain
         files = (folder / f"expert_weights_{layer}.txt" for layer in range(1, 27))
@@ -88,7 +92,7 @@ def esft(clone: Path, out: Path) -> None:
             tokens = len(experts[-1])
             offset = sum(map(len, experts[:-1]))
             rows.append({"i": len(rows), "domain": domain, "sample": number, "n_tokens": tokens, "offset": offset})
-    arrays = {"expert_ids": np.concatenate(experts), "gate_weight_x1e4": np.concatenate(gates)}
+    arrays: dict[str, Any] = {"expert_ids": np.concatenate(experts), "gate_weight_x1e4": np.concatenate(gates)}
     np.savez_compressed(out / "routing_tokens.npz", allow_pickle=False, **arrays, offsets=_offsets(experts))
     (out / "requests.jsonl").write_bytes(_lines(rows))
 
@@ -98,7 +102,8 @@ def glm(clone: Path, out: Path) -> None:
     """Repack counts of llama.cpp's dump, one JSON file a window."""
     merged = sorted(clone.glob("logs/merged_*.json"))
     single = [clone / "logs" / f"sal_{name}.json" for name in ("code", "code_eval", "general")]
-    tables, rows = [], []
+    tables: list[NDArray[np.uint32]] = []
+    rows: list[dict[str, Any]] = []
     for file in (*merged, *single, *sorted(clone.glob("saliency/sal_*_calib_*.json"))):
         dump = json.loads(file.read_bytes())
         layers = _by_number(dump["layers"])
