@@ -7,6 +7,7 @@ recording in order of arrival: every plan knows only windows before it, and its 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise, repeat
@@ -221,7 +222,10 @@ class Groups:
         assert self.division is not None
         gain, once = found[OURS], self.plan()
         played = [policy for policy in REARRANGED if policy.name in found]
-        paid = f"{counted(len(once.moves), 'move')} paid for after {counted(round(once.break_even_steps), 'step')}"
+        paid = ""
+        if gain.mean >= WORTH_PCT and once.saving_s > 0:
+            steps_paid = max(1, math.ceil(once.break_even_steps))
+            paid = f"{counted(len(once.moves), 'move')} paid for after {counted(steps_paid, 'step')}"
         eplb = self._eplb(found, played, steps)
         return Lever(
             key="placement",
@@ -235,7 +239,7 @@ class Groups:
             facts=(
                 f"balancedness {found['balance'].mean:.2f} becomes {found[f'{OURS}, balance'].mean:.2f}",
                 f"{found[f'{OURS}, decode'].mean:.1f}% at {self.decode_batch:,} tokens a step, as in decode",
-                paid if gain.mean >= WORTH_PCT and once.saving_s > 0 else "",
+                paid,
                 eplb.sentence,
             ),
             do="the placement file, loaded by the plugin's EPLB policy, see docs/engines/vllm.md",
