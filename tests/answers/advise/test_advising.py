@@ -89,7 +89,7 @@ def test_a_fleet_that_a_recording_cannot_keep_busy_is_not_judged() -> None:
 def test_the_gain_of_placement_is_that_of_plan(tmp_path: Path) -> None:
     """On a shift: the earlier half gains less on the later one than every other request gains on the rest."""
     timed = TRAFFICS["shift"]().trace
-    gains = []
+    gains: list[float] = []
     for trace in (timed, ActivationTrace.from_arrays(timed.meta, *_first(timed, timed.num_requests))):
         trace.save(tmp_path / str(len(gains)))
         held_out = make_plan(PlanOptions(tmp_path / str(len(gains)))).held_out

@@ -258,7 +258,8 @@ class Trial:
         return Case(Load(tokens, sources=mix * tokens if self.sources else None), topology, current)
 
     def objective(self) -> Objective:
-        return replace(DEEPSEEK_V3_PREFILL, **({"horizon": 300.0} | self.prices))
+        prices: dict[str, Any] = {"horizon": 300.0} | self.prices
+        return replace(DEEPSEEK_V3_PREFILL, **prices)
 
 
 SLOW = (1.0, 1.0, 1.0, 0.7, 1.0, 1.0, 0.85, 1.0)

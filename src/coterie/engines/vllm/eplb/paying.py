@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -71,7 +72,7 @@ class EplbPrices:
 
     def objective(self, load: Load, topology: Topology) -> Objective:
         settings = self.settings
-        prices = {"horizon": settings.horizon, "target_balance": settings.target_balance}
+        prices: dict[str, Any] = {"horizon": settings.horizon, "target_balance": settings.target_balance}
         if settings.movement == "stops":
             prices["exposed"] = settings.exposed
         spec = None if settings.model is None else get_model(settings.model)
