@@ -110,9 +110,9 @@ def test_the_example_simulates(trace: ActivationTrace) -> None:
         trace, decoders=2, in_flight=4, model=coterie.step_model(MODEL, device="h200"), splits=2, requests=48
     )
     assert [row.router for row in report.rows] == ["join_shortest_queue", "latency_aware"]
-    base, best = report.rows[0], report.best
-    assert best.saved_pct.mean == max(row.saved_pct.mean for row in report.rows)
-    assert {base.router, report.rows[1].router} <= set(report.verdict.replace(",", " ").split())
+    base, best = report.rows
+    assert report.best is best, "the only one beside the base, whatever it saves"
+    assert {base.router, best.router} <= set(report.verdict.replace(",", " ").split())
     surely = best.saved_pct.low is not None and best.saved_pct.low > 0
     assert report.verdict.startswith((PAYS, HARDLY)) == surely
 

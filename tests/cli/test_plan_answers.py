@@ -39,12 +39,12 @@ def asked(run: Run, *arguments: object) -> dict[str, Any]:
 
 
 def test_the_batch_decides_what_glm_gains(run: Run, data_dir: Path) -> None:
-    """In bf16, if devices had 200 GB: 7.8% of the MoE layers' time at 8,192 tokens a step, 0.6% at 256."""
+    """In bf16, if devices had 200 GB: 7.4% of the MoE layers' time at 8,192 tokens a step, 0.7% at 256."""
     found = asked(run, data_dir / GLM, "--memory", 200)
     rows = {row["tokens"]: row for row in found["batches"]}
     assert (found["batch"], found["preset"], found["dtype"], found["ranks"]) == (8192, "h200", "bf16", 8)
-    assert found["gain_pct"] == rows[8192]["gain_pct"] == pytest.approx(7.8, abs=0.05)
-    assert rows[256]["replanned_gain_pct"] == pytest.approx(0.6, abs=0.05)
+    assert found["gain_pct"] == rows[8192]["gain_pct"] == pytest.approx(7.36, abs=0.05)
+    assert rows[256]["replanned_gain_pct"] == pytest.approx(0.69, abs=0.05)
     assert 0 <= rows[256]["gain_pct"] < rows[256]["replanned_gain_pct"], "a plan for another batch is no better"
     assert 4 < found["held_out"]["gain_pct"] < found["gain_pct"]
     at_256 = asked(run, data_dir / GLM, "--memory", 200, "--batch", 256)
@@ -61,14 +61,14 @@ def test_glm_in_bf16_does_not_fit(run: Run, data_dir: Path) -> None:
 
 
 def test_spare_slots_that_slow_glm_down_do_not_look_better(run: Run, data_dir: Path) -> None:
-    """Experts in order fill spare slots with replicas that nobody needs: gains from there would be 16.6%."""
+    """Experts in order fill spare slots with replicas that nobody needs: gains from there would be 15.7%."""
     found = asked(run, data_dir / GLM, "--dtype", "fp8", "--slots", 288)
     plain = asked(run, data_dir / GLM, "--dtype", "fp8")
     assert found["before_s"] == pytest.approx(plain["before_s"]), "what runs now has no spare slots"
     assert found["start_s"] > found["before_s"]
-    assert 100 * (1 - found["after_s"] / found["start_s"]) == pytest.approx(16.6, abs=0.1)
-    assert found["gain_pct"] == pytest.approx(7.4, abs=0.1)
-    assert found["no_spare"]["gain_pct"] == pytest.approx(plain["gain_pct"]) == pytest.approx(8.7, abs=0.1)
+    assert 100 * (1 - found["after_s"] / found["start_s"]) == pytest.approx(15.7, abs=0.1)
+    assert found["gain_pct"] == pytest.approx(6.9, abs=0.1)
+    assert found["no_spare"]["gain_pct"] == pytest.approx(plain["gain_pct"]) == pytest.approx(8.2, abs=0.1)
     assert found["held_out"]["no_spare_gain_pct"] > found["held_out"]["gain_pct"] > 0
     rows = {row["tokens"]: row for row in found["batches"]}
     assert rows[256]["gain_pct"] < -5 < 0 < rows[256]["no_spare_gain_pct"]

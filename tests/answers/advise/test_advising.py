@@ -10,7 +10,7 @@ import pytest
 from coterie import open_trace
 from coterie.answers.advise.advising import Advised, AdviseSettings, advise
 from coterie.answers.advise.decisions import NOT_NOW, ON, TOO_LITTLE, TRY
-from coterie.answers.advise.tables import Windows
+from coterie.answers.advise.tables import TableWindows
 from coterie.answers.fleet.bench import Source
 from coterie.answers.plan.plans import PlanOptions, make_plan
 from coterie.models import get_model
@@ -109,7 +109,7 @@ def test_a_load_table_answers_placement_as_plan_does(tmp_path: Path) -> None:
     counts = rng.poisson(100 * hot, (12, MODEL.num_moe_layers, MODEL.num_experts)).astype(np.uint64)
     table = LoadTable(counts, MODEL.name)
     table.save(tmp_path / "table")
-    windows = Windows.of(tmp_path / "table", table, MODEL)
+    windows = TableWindows.of(tmp_path / "table", table, MODEL)
     settings = AdviseSettings().apart(windows, MODEL)
     assert [one.decoders for one in settings] == [0], "a table has no requests for a fleet"
     found = advise(windows, MODEL, settings[0])
@@ -124,10 +124,10 @@ def test_a_load_table_answers_placement_as_plan_does(tmp_path: Path) -> None:
         "live_loop": TOO_LITTLE,
     }
     assert "routing, batching, graph sizes (it takes recorded requests, and a load table has none)" in found.verdict
-    few = advise(Windows.of(tmp_path / "table", LoadTable(counts[:3], MODEL.name), MODEL), MODEL, settings[0])
+    few = advise(TableWindows.of(tmp_path / "table", LoadTable(counts[:3], MODEL.name), MODEL), MODEL, settings[0])
     assert few.answers["placement"] == TOO_LITTLE, "a gain without an interval"
     assert few.decision("placement").gain.low is None
-    one = advise(Windows.of(tmp_path / "table", LoadTable(counts[:1], MODEL.name), MODEL), MODEL, settings[0])
+    one = advise(TableWindows.of(tmp_path / "table", LoadTable(counts[:1], MODEL.name), MODEL), MODEL, settings[0])
     assert one.verdict.startswith("It cannot be told what pays")
 
 

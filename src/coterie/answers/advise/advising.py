@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from coterie.answers.advise.decisions import NOT_NOW, ON, TOO_LITTLE, TRY, Lever, unknown
 from coterie.answers.advise.fleets import TITLES, Fleets
 from coterie.answers.advise.groups import Groups
-from coterie.answers.advise.tables import Windows
+from coterie.answers.advise.tables import TableWindows
 from coterie.answers.fleet.bench import Source
 from coterie.answers.fleet.simulation import FleetSettings
 from coterie.answers.plan.loads import Division, divide_requests
@@ -72,14 +72,14 @@ class AdviseSettings:
         """Whether every decoder is a group whose placement is asked."""
         return self.decoders != 0 and self.gpus == self.ranks
 
-    def apart(self, source: Source | Windows, spec: ModelSpec) -> list[AdviseSettings]:
+    def apart(self, source: Source | TableWindows, spec: ModelSpec) -> list[AdviseSettings]:
         """Return the deployments to ask for if none is named: decoders of one GPU, and one group.
 
         Only the group if a load table was recorded, or if the model does not fit one GPU.
         """
         group = replace(self, decoders=0)
         fits = _memory(spec, self, load_preset(self.preset), 1).fits
-        return [group] if isinstance(source, Windows) or fits is False else [replace(self, ranks=1), group]
+        return [group] if isinstance(source, TableWindows) or fits is False else [replace(self, ranks=1), group]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class Advised:
 
 
 def advise(
-    source: Source | Windows,
+    source: Source | TableWindows,
     spec: ModelSpec,
     settings: AdviseSettings,
     report: Report = lambda *_: None,
@@ -168,10 +168,12 @@ def advise(
     device = load_preset(settings.preset)
     _memory(spec, settings, device, max(settings.gpus, settings.ranks)).check(settings.preset)
     model = step_model(spec, device, settings.dtype, Topology(settings.gpus), engine=settings.engine)
-    fleet = None if isinstance(source, Windows) or settings.decoders == 0 else _fleet(source, spec, settings, device)
+    fleet = (
+        None if isinstance(source, TableWindows) or settings.decoders == 0 else _fleet(source, spec, settings, device)
+    )
     decisions: list[Lever] = []
     where = []
-    if isinstance(source, Windows):
+    if isinstance(source, TableWindows):
         of_model = f"for {spec.name} in {model.dtype}"
         decisions += [unknown(key, title, of_model, NO_REQUESTS) for key, title in TITLES.items()]
     elif fleet is not None:
@@ -186,20 +188,20 @@ def advise(
     return Advised(
         model=spec.name,
         dtype=model.dtype,
-        recorded=len(source.counts) if isinstance(source, Windows) else len(source.counts.requests),
+        recorded=len(source.counts) if isinstance(source, TableWindows) else len(source.counts.requests),
         fleet=fleet,
         group=None if group is None else replace(group, report=lambda *_: None),
         where=(", " if settings.is_one_group_each else ", and ").join(where),
         settings=settings,
         decisions=decisions,
         notes=_notes(source, model.caveat, settings, fleet, newest),
-        of_table=isinstance(source, Windows),
+        of_table=isinstance(source, TableWindows),
     )
 
 
-def _shape(source: Source | Windows) -> tuple[int, int]:
+def _shape(source: Source | TableWindows) -> tuple[int, int]:
     """Return the layers and experts of a recording."""
-    if isinstance(source, Windows):
+    if isinstance(source, TableWindows):
         return source.counts.shape[1], source.counts.shape[2]
     return source.trace.meta.num_layers, source.trace.meta.num_experts
 
@@ -233,7 +235,7 @@ def _fleet(source: Source, spec: ModelSpec, settings: AdviseSettings, device: Pr
 
 
 def _group(
-    source: Source | Windows,
+    source: Source | TableWindows,
     spec: ModelSpec,
     settings: AdviseSettings,
     device: Preset,
@@ -243,7 +245,7 @@ def _group(
 ) -> Groups:
     arrival_s = None
     division: Division | None
-    if isinstance(source, Windows):
+    if isinstance(source, TableWindows):
         counts, division = source.counts, source.division
     else:
         counts = np.asarray(source.counts.prefill + source.counts.decode, np.float64)
@@ -263,7 +265,7 @@ def _group(
         seed=settings.seed,
         horizon=settings.horizon,
         newest=newest,
-        table=isinstance(source, Windows),
+        table=isinstance(source, TableWindows),
         report=report,
     )
 
@@ -275,11 +277,11 @@ def _rows_of(division: Division, chosen: NDArray[np.int64]) -> Division:
 
 
 def _notes(
-    source: Source | Windows, caveat: str, settings: AdviseSettings, fleet: FleetSettings | None, newest: bool
+    source: Source | TableWindows, caveat: str, settings: AdviseSettings, fleet: FleetSettings | None, newest: bool
 ) -> list[str]:
-    of_table = isinstance(source, Windows)
-    left_out = 0 if isinstance(source, Windows) else source.trace.num_requests - len(source.counts.requests)
-    halved = not isinstance(source, Windows) and source.counts.halved
+    of_table = isinstance(source, TableWindows)
+    left_out = 0 if isinstance(source, TableWindows) else source.trace.num_requests - len(source.counts.requests)
+    halved = not isinstance(source, TableWindows) and source.counts.halved
     notes = {
         "Every gain is against what runs without that decision, all else as it is: gains do not add up.": True,
         f"95% intervals are for other {'windows' if of_table else 'requests'} of this traffic, not other traffic or "

@@ -14,7 +14,7 @@ import yaml
 from coterie.answers import figures
 from coterie.answers.advise.advising import Advised
 from coterie.answers.advise.decisions import ON, TRY, Lever
-from coterie.answers.advise.tables import Windows
+from coterie.answers.advise.tables import TableWindows
 from coterie.answers.fleet.bench import Source
 from coterie.answers.page import Part, Section, write_report
 from coterie.answers.runs import WORTH_PCT, error_bars, with_ends
@@ -33,7 +33,11 @@ EVENTS_PORT = 5602
 
 
 def write_advice(
-    advice: list[Advised], source: Source | Windows, result: dict[str, Any], folder: Path, config: GatewayConfig | None
+    advice: list[Advised],
+    source: Source | TableWindows,
+    result: dict[str, Any],
+    folder: Path,
+    config: GatewayConfig | None,
 ) -> list[Path]:
     """Write the page, the numbers, and what turns on every decision whose advice is on or try it.
 
@@ -69,8 +73,8 @@ def config_name(advised: Advised) -> str | None:
     return GROUP if advised.fleet is None else FLEET
 
 
-def _layer_ids(source: Source | Windows, advised: Advised) -> tuple[int, ...] | None:
-    if isinstance(source, Windows):
+def _layer_ids(source: Source | TableWindows, advised: Advised) -> tuple[int, ...] | None:
+    if isinstance(source, TableWindows):
         return source.layer_ids
     assert advised.group is not None
     return source.trace.meta.layer_ids or advised.group.model.spec.moe_layer_ids

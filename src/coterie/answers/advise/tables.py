@@ -14,7 +14,7 @@ from coterie.traces.load import MERGED, choose_windows
 from coterie.types import ModelSpec
 
 
-class Windows(NamedTuple):
+class TableWindows(NamedTuple):
     """Windows of a load table, without those that are sums of others."""
 
     model: str
@@ -27,7 +27,7 @@ class Windows(NamedTuple):
     """[window] label; empty if the table has none."""
 
     @classmethod
-    def of(cls, path: Path, table: LoadTable, spec: ModelSpec) -> Windows:
+    def of(cls, path: Path, table: LoadTable, spec: ModelSpec) -> TableWindows:
         chosen, what = choose_windows(path, table, None)
         counts = np.asarray(table.counts[chosen], np.float64)
         ids = None if table.layer_ids is None else tuple(int(layer) for layer in table.layer_ids)

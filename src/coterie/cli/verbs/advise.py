@@ -118,7 +118,7 @@ def advise_command(
     from coterie.answers.advise.advising import AdviseSettings, advise
     from coterie.answers.advise.files import write_advice
     from coterie.answers.advise.live import GatewayTraffic, read_gateway
-    from coterie.answers.advise.tables import Windows
+    from coterie.answers.advise.tables import TableWindows
     from coterie.answers.fleet.bench import Source
     from coterie.answers.page import check_report_folder
     from coterie.costs.presets import load_preset
@@ -181,7 +181,7 @@ def advise_command(
     with reporting("Counting requests") as report:
         if isinstance(opened, LoadTable):
             spec = spec or model_of(opened.model)
-            source: Source | Windows = Windows.of(Path(trace), opened, spec)
+            source: Source | TableWindows = TableWindows.of(Path(trace), opened, spec)
         else:
             source = opened.source() if isinstance(opened, GatewayTraffic) else Source(opened, calibration(opened))
             spec = spec or model_of(source.trace.meta.model)

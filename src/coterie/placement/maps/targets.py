@@ -30,7 +30,7 @@ WITH_A2A = ("deepseek", "glm", "qwen")
 TRITON_KERNEL = "triton_kernel"
 
 
-class Engine(NamedTuple):
+class EngineRules(NamedTuple):
     """How an engine runs a placement."""
 
     name: str
@@ -55,14 +55,14 @@ class Target:
     """An engine to plan and write for."""
 
     format: str
-    engine: Engine
+    engine: EngineRules
     settings: Settings = field(default_factory=dict)
 
     @classmethod
     def parse(cls, text: str) -> Target:
         """Read ``NAME`` or ``NAME:key=value,key=value``; NAME is a map format."""
         name, settings = PolicyText.parse(text)
-        engine = ENGINES.get(name, Engine(f"an engine with maps in {name}", SPLITS, "as the map says"))
+        engine = ENGINES.get(name, EngineRules(f"an engine with maps in {name}", SPLITS, "as the map says"))
         for key in settings:
             known = f"it has {', '.join(engine.settings)}" if engine.settings else "it has none"
             check(key in engine.settings, f"--to {text}: {name} has no setting {key!r}; {known}")
@@ -194,10 +194,10 @@ def _das_unsafe(map: PlacementMap, _: Settings) -> str:
 
 SPLITS = ("equal", "weighted", "optimal")
 
-ENGINES: Mapping[str, Engine] = {
-    "native": Engine("Coterie", SPLITS, "as the map says"),
-    "vllm": Engine("vLLM", ("equal",), "equally, by a hash of the token's row"),
-    "sglang": Engine(
+ENGINES: Mapping[str, EngineRules] = {
+    "native": EngineRules("Coterie", SPLITS, "as the map says"),
+    "vllm": EngineRules("vLLM", ("equal",), "equally, by a hash of the token's row"),
+    "sglang": EngineRules(
         "SGLang",
         ("equal",),
         "equally (--ep-dispatch-algorithm dynamic), a rank's own replica and then its node's first where there is an "
@@ -207,7 +207,7 @@ ENGINES: Mapping[str, Engine] = {
         "a2a",
         _sglang_unsafe,
     ),
-    "sglang-das": Engine(
+    "sglang-das": EngineRules(
         "HYGON's sglang-das",
         ("weighted", "equal"),
         "by the probabilities of a file, a rank's own replica first",
@@ -216,7 +216,7 @@ ENGINES: Mapping[str, Engine] = {
         note="the file is for SGLANG_EXPERIMENTAL_LPLB_STATIC_PROBS with --ep-dispatch-algorithm lp; "
         "--init-expert-location needs the same map by --to sglang",
     ),
-    "tensorrt-llm": Engine(
+    "tensorrt-llm": EngineRules(
         "TensorRT-LLM",
         ("equal",),
         "in turn",
@@ -224,7 +224,7 @@ ENGINES: Mapping[str, Engine] = {
         "enable_attention_dp is true and its moe_model_arch_list has the architecture (DeepSeek-V3, GLM-5, gpt-oss, "
         "Kimi K2.5, Llama 4, Mixtral, Nemotron-H, Qwen MoE)",
     ),
-    "ascend": Engine(
+    "ascend": EngineRules(
         "vllm-ascend",
         ("equal",),
         "by the rank that sends them: rank r to replica r modulo their number",

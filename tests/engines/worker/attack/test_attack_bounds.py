@@ -36,7 +36,7 @@ def test_a_body_longer_than_any_prompt_is_refused_before_it_is_read() -> None:
             assert (await worker.raw(head)).status == 413
             chunk = b"8000\r\n" + b"a" * 0x8000 + b"\r\n"
             head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
-            assert (await worker.raw(head + 32 * chunk)).status == 413
+            assert (await worker.raw(head + 64 * chunk)).status == 413
             assert (await worker.complete([5, 6, 7])).status == 200
 
     asyncio.run(run())
