@@ -69,7 +69,7 @@ def test_advice_is_measured_on_a_window_it_was_not_planned_on(tmp_path: Path) ->
     found = plans(advised(tmp_path, ControlSection(advise=ADVISE)))
     assert found[0]["gain_next_pct"] is None
     assert found[-1]["gain_next_pct"] > 0, "half of the ranks did all the work; most of a small step is latency"
-    assert max(found[-1]["before"]["rank_s"]) > 1.5 * max(found[-1]["after"]["rank_s"])
+    assert max(found[-1]["before"]["rank_s"]) > 1.3 * max(found[-1]["after"]["rank_s"])
     assert found[-1]["after"]["balance"] > found[-1]["before"]["balance"]
     assert len(found[-1]["before"]["rank_s"]) == 4
     assert {one["state"] for one in found} == {"advised"}
