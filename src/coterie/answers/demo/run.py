@@ -228,6 +228,7 @@ IN_FLIGHT = 8
 MAX_TOKENS = 20
 FIGURE, TRACE, FIT = "routing", "trace", "router.safetensors"
 SOURCE = "coterie demo"
+METRIC = "the experts of a token's step"
 """Engine name in the metadata of the demo's trace."""
 
 
@@ -437,7 +438,7 @@ def _verdict(rows: list[DemoRow], cpu: CpuStep) -> str:
     return verdict_of(
         f"for {TINY} on {DECODERS} decoders, {IN_FLIGHT} requests on each",
         saving,
-        f"{last.router} {change(last.saving_pct, 'the experts of a step of a token')}",
+        f"{last.router} {change(last.saving_pct, METRIC)}",
         first.router,
         "",
         f"on an H200, which streams experts from memory, it {change(faster, 'the time of a step')}, predicted for "
