@@ -47,7 +47,7 @@ test-scale: $(SCALE)/.installed ## Run the tests with other serving stacks, such
 	OMP_NUM_THREADS=1 $(SCALE)/bin/python -m pytest tests/scale -m "scale and not long"
 
 test-long-plain: $(VENV)/.warmed ## Run the tests that take minutes and need neither the lab nor an engine or a serving stack
-	$(TEST) -m "long and not vllm and not scale"
+	$(TEST) -m "long and not vllm and not scale" $(LONG)
 
 test-long: test-long-plain $(ENGINES)/.installed $(SCALE)/.installed ## Run all tests that take minutes, of real engines among them
 	cd lab && $(TEST_LAB) -m "long and not vllm"
