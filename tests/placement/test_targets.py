@@ -132,9 +132,10 @@ def map_of(model: str, slots: np.ndarray = PERMUTED) -> PlacementMap:
     ("model", "to", "problem"),
     [
         ("deepseek-v2-lite", "sglang", "of unknown version without an all-to-all backend"),
-        ("olmoe", "sglang", r"say what makes it safe \(--to sglang:version=0.5.23 or newer\), or --force"),
+        ("olmoe", "sglang", r"say what makes it safe \(--to sglang:version=0.5.23, or newer\), or --force"),
+        ("gpt-oss-20b", "sglang:version=0.5.20", r"\(--to sglang:version=0.5.23,runner=triton, or newer\)"),
         ("deepseek-v2-lite", "sglang:version=0.5.17", "0.5.17 without an all-to-all backend"),
-        ("qwen3-30b-a3b", "sglang:version=0.5.22", "version=0.5.12 or newer with a2a=deepep"),
+        ("qwen3-30b-a3b", "sglang:version=0.5.22", "or version=0.5.12,a2a=deepep, or newer"),
         ("deepseek-v2-lite", "sglang:version=0.5.11,a2a=deepep", "0.5.11"),
         ("gpt-oss-20b", "sglang:version=0.5.22,a2a=deepep", "gpt-oss-20b on SGLang 0.5.22"),
         ("gpt-oss-20b", "sglang:version=0.5.23", "triton_kernel, its default"),

@@ -179,7 +179,8 @@ def _sglang_unsafe(map: PlacementMap, settings: Settings) -> str:
     with_a2a = map.model.startswith(WITH_A2A)
     if with_a2a and version is not None and version >= READ and _is_set(settings, "a2a"):
         return ""
-    safe = "version=0.5.23 or newer" + (", or version=0.5.12 or newer with a2a=deepep or the like" if with_a2a else "")
+    own_runner = ",runner=triton" if runner is None and map.model.startswith("gpt-oss") else ""
+    safe = f"version=0.5.23{own_runner}" + (", or version=0.5.12,a2a=deepep" if with_a2a else "") + ", or newer"
     return (
         f"{name}{backend}: --init-expert-location may move the weights of experts without routing to them, which "
         f"changes the outputs; say what makes it safe (--to sglang:{safe})"
